@@ -1,12 +1,13 @@
 """Turn the hook calls of a connector into events of `kvfix.ledger`, which checks token counts.
 
-The flight recorder keeps the events, and in modes `check` and `strict` the rules check them. Mode `fix` does not import
-this package. After an error in the package, the engine continues, and kvfix logs the error once.
+The flight recorder keeps the events. In modes `check` and `strict`, kvfix also checks each event by the ledger's rules.
+In mode `fix`, kvfix does not import this package. After an error in the package, the engine continues, and kvfix logs
+the error once.
 
-This module wraps functions of the scheduler, and the hooks of every connector class that vLLM's factory returns. To see
-these classes, it wraps `get_connector_class`. It does not use `create_connector`, which a MultiConnector skips for its
-children (multi_connector.py 0.32.0:232). Hooks that a class inherits from `KVConnectorBase_V1` do nothing. kvfix wraps
-only one of these, `update_connector_output`, because its arguments have the results of loads.
+kvfix wraps functions of the scheduler, and the hooks of every connector class that `get_connector_class` of vLLM's
+factory returns. A wrapper of `create_connector` would miss the connectors inside a MultiConnector
+(multi_connector.py 0.32.0:232). The hooks of the base class `KVConnectorBase_V1` do nothing. kvfix wraps only one hook
+of the base class, `update_connector_output`, because its arguments have the results of loads.
 """
 
 import functools
@@ -24,7 +25,7 @@ from kvfix.session import session
 from kvfix.wrapping import after
 
 KEY = "connector events"
-#: kvfix sorts these wrappers by key, the first innermost. So the wrapper of KEY records the answer of the audit.
+#: Key of the audit's wrapper. AUDIT sorts before KEY, so that the wrapper of KEY is outside and records the new answer.
 AUDIT = "audit"
 #: Attribute of a connector: its WatchedConnector.
 _HELD = "_kvfix_watched"
@@ -37,7 +38,7 @@ _errors: dict[int, BaseException | None] = {}
 
 
 def settle(module: ModuleType) -> None:
-    """Add the wrappers to this module. In mode `fix`, remove them from all modules. Idempotent."""
+    """Add kvfix's wrappers to this module of vLLM. In mode `fix`, remove all of kvfix's wrappers. Idempotent."""
     if session.mode == "fix":
         remove_all()
     elif hasattr(module, "Scheduler"):
@@ -49,7 +50,7 @@ def settle(module: ModuleType) -> None:
 
 
 def remove_all() -> None:
-    """Remove every wrapper and everything that was recorded."""
+    """Remove every wrapper of this package, and delete all recorded events."""
     applying.detach(KEY)
     applying.detach(AUDIT)
     signals.remove()
@@ -76,7 +77,7 @@ def watch_class(connector_class: type) -> None:
 
 
 def _around(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a hook or a function of the scheduler. Record its events, its exceptions, and which thread runs it."""
+    """Wrap a hook or a function of the scheduler. Record the events and exceptions of each call, and its thread."""
     is_scheduler = name in _SCHEDULER
     # Names of the WatchedConnector methods that run before and after the hook; "" if there is no method.
     before, then = (each if hasattr(WatchedConnector, each) else "" for each in (f"before_{name}", f"after_{name}"))
@@ -87,7 +88,7 @@ def _around(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         if watched is None or watched.generation != session.generation:
             watched = _begin(connector, is_scheduler)
         running, thread = watched.running if watched is not None else None, get_ident()
-        # If the thread is already in a hook of this connector, the call is nested, for example to the base class.
+        # Record no nested call, for example from the hook of a connector to the same hook of its base class.
         if watched is None or running is None or thread in running:
             return original(connector, *args, **kwargs)
         running[thread] = name, clock.now()
@@ -105,7 +106,7 @@ def _around(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         except Violation:
             raise
         except Exception as error:
-            if error is not _errors.get(thread):  # else a hook inside the scheduler has recorded it
+            if error is not _errors.get(thread):  # else a hook that the scheduler called has recorded the error
                 _errors[thread] = error
                 _record(watched, "raised", (name, error, args), {})
             raise
@@ -131,10 +132,10 @@ def _record(watched: WatchedConnector, what: str, args: tuple[Any, ...], kwargs:
 
 
 def _begin(connector: Any, is_scheduler: bool) -> WatchedConnector | None:
-    """Start to record this connector, or restart it after `restart_recording`. After an error, return None for good."""
+    """Start to record this connector. After an error, return None. kvfix then records nothing of the connector."""
     held = vars(connector)
     try:
-        held[_HELD] = SimpleNamespace(generation=session.generation, running=None)  # stays if the next line fails
+        held[_HELD] = SimpleNamespace(generation=session.generation, running=None)  # remains if the next line raises
         held[_HELD] = watched = WatchedConnector(connector, next(session.numbers))
         watched.leases = peers.watch(connector, KEY)
         if not is_scheduler and session.config is not None and session.config.audit:

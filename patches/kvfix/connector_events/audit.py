@@ -1,15 +1,14 @@
-"""Audit a fraction of the hits (`audit=0.001`). vLLM computes a hit's tokens, and the worker checks the cached KV.
+"""Compare the cached KV of a fraction of all hits with KV that vLLM computes (`audit=0.001`).
 
-Scheduler and worker choose requests by a hash of the request id, so both choose the same requests without a message.
+Scheduler and worker choose requests by a hash of the request id. So both choose the same requests without a message.
 
-- For a chosen request the connector promises 0 tokens. kvfix changes LMCache's state of the request to a miss, as if
-  the cache had no more tokens than vLLM. So vLLM computes the tokens. The worker releases the lookup's pins and stores
-  the chunks again. LMCache's memory skips a chunk that it has, but a disk or a remote cache may write it again.
-- Before this store, while the request holds its blocks, the worker compares each chunk in the cache with the KV that
-  vLLM has computed. kvfix reads vLLM's tensors itself, at the positions that vLLM's attention reads. If LMCache's code
-  read the tensors, a bug in that code (KVF020) would affect both sides of the comparison.
+- For a chosen request, kvfix makes the connector report a hit of 0 tokens. kvfix also changes LMCache's state of the
+  request, as if the cache had no more tokens than vLLM. So vLLM computes the tokens. The worker releases the pins of
+  the lookup and stores the chunks again. LMCache's disk or remote cache may write a chunk that it already has.
+- Before this store, the worker compares each chunk in the cache with the KV that vLLM has computed. kvfix reads vLLM's
+  tensors without LMCache's code, because a bug in that code (KVF020) would affect both sides of the comparison.
 
-The audit does not copy a chunk into vLLM's blocks, so it cannot find a bug in that copy.
+The audit copies no chunk from the cache into vLLM's blocks, so the audit cannot find a bug in LMCache's copy.
 """
 
 import re
@@ -28,7 +27,7 @@ _HELD = "_kvfix_audit"
 _OTHER_WAYS = ("use_layerwise", "enable_blending", "enable_async_loading", "enable_pd")
 #: The values of vLLM's `cache_dtype` with which the KV cache is not quantized.
 _EXACT = ("auto", "half", "float16", "bfloat16", "float", "float32")
-#: Stands for an infinite or undefined difference: the cache has NaN, or vLLM's KV is zero and the cache's is not.
+#: Replaces an infinite or undefined difference, if the cache has NaN, or if vLLM's KV is zero and the cached KV is not.
 _NO_NUMBER = 1e9
 
 
@@ -58,7 +57,7 @@ class Audit:
             raise
 
     def compared(self, stores: Iterable[Span], metadata: Any) -> list[Compared]:
-        """Compare the cached chunks of the tokens that this step is going to store. Never raise."""
+        """Compare cached chunks with vLLM's KV, for the tokens that this step is going to store. Never raise."""
         try:
             starts = {name: start for name, start, _ in stores if self.takes(name)}
             metas = [meta for meta in metadata.requests if meta.req_id in starts] if starts else []
@@ -71,7 +70,7 @@ class Audit:
         return []
 
     def _compare(self, meta: Any, start: int) -> Compared | None:
-        """Compare the chunks from token `start` up to the first chunk that the cache does not have."""
+        """Compare the chunks from token `start` on, up to the first chunk that the cache does not have."""
         engine, caches = self.impl.lmcache_engine, self.impl.kv_caches
         if engine is None or engine._is_passive() or len(meta.token_ids) != len(meta.slot_mapping):
             return None
@@ -100,14 +99,11 @@ class Audit:
 
 
 class Difference(NamedTuple):
-    """The difference between cached and computed K or V of one chunk and layer. `Compared` describes the fields.
+    """The difference between cached and computed K or V of one chunk and layer. `Compared` explains the fields."""
 
-    In this class, layer is the layer's number in vLLM's order, and token counts from the start of the chunk.
-    """
-
-    layer: int
+    layer: int  # index of the layer in vLLM's order
     part: str
-    token: int
+    token: int  # counted from the start of the chunk
     error: float
     limit: float
 
@@ -117,12 +113,12 @@ class Difference(NamedTuple):
 
 
 def largest(off: Any, of: Any, limits: Sequence[float]) -> Difference:
-    """Return the difference of the first layer above its limit or, if there is none, of the layer nearest to its limit.
+    """Return the first difference that is above its limit. If there is none, return the one nearest to its limit.
 
-    off, of: squared norms of the difference (`off`) and of the computed KV (`of`), [layers, parts, tokens] on the CPU.
+    off: squared norms of the difference. of: squared norms of the computed KV. Both are [layers, parts, tokens].
     """
     parts, computed = off.shape[1], of.sum(2)
-    is_right = (off.sum(2) == 0) | ~computed.isfinite()  # if not finite, the model is wrong, and not the cache
+    is_right = (off.sum(2) == 0) | ~computed.isfinite()  # infinite KV is an error of the model, not of the cache
     norms = (off.sum(2) / computed).sqrt().masked_fill(is_right, 0)
     errors = norms.nan_to_num(nan=_NO_NUMBER, posinf=_NO_NUMBER).flatten().tolist()
     shares = [error / limits[number // parts] for number, error in enumerate(errors)]
@@ -135,10 +131,10 @@ def largest(off: Any, of: Any, limits: Sequence[float]) -> Difference:
 def limits(names: Sequence[str], dtype: Any) -> list[float]:
     """Return for each layer the largest difference that rounding explains: 8 * eps * sqrt(layer + 1).
 
-    One rounding is off by at most eps / 2. A layer rounds about eight times: norm, QKV, rotary embedding, attention,
-    projection, two in the MLP, residual. The squares of independent errors add up, so the KV of a layer is off by
-    eps / 2 * sqrt(8 * (layer + 1)). Two computations of this KV differ by sqrt(2) times as much. The limit is four
-    times this difference, because weights amplify errors. For comparison, the KV of wrong tokens differs by about 1.
+    One rounding causes an error of at most eps / 2. A layer rounds about eight times: norm, QKV, rotary embedding,
+    attention, projection, twice in the MLP, residual. The squares of independent errors add up. So the KV of a layer
+    has an error of eps / 2 * sqrt(8 * (layer + 1)). Two computations of the KV differ by sqrt(2) times this error. The
+    limit is four times this difference, because weights amplify errors. The KV of wrong tokens differs by about 1.
     """
     import torch
 
@@ -149,7 +145,7 @@ def limits(names: Sequence[str], dtype: Any) -> list[float]:
 
 
 def difference_squares(held: Any, caches: Sequence[Any], slots: Any) -> tuple[Any, Any]:
-    """Return squared norms of (cache - vLLM), and of vLLM's KV. Both are [layers, parts, tokens] on the CPU.
+    """Return the squared norms of (cached KV - vLLM's KV), and of vLLM's KV. Both are [layers, parts, tokens].
 
     held: the chunk in the cache [parts, layers, tokens, width]. caches: vLLM's tensor of each layer. slots: the slots
     of the chunk's tokens. The parts are K and V; MLA has one part.
@@ -170,7 +166,7 @@ def difference_squares(held: Any, caches: Sequence[Any], slots: Any) -> tuple[An
 
 
 def _computed(cache: Any, slots: Any) -> Any:
-    """Return vLLM's KV in these slots [parts, tokens, width], as vLLM's attention reads it."""
+    """Return the KV that vLLM's attention reads in these slots, as [parts, tokens, width]."""
     if not getattr(cache, "is_floating_point", bool)() or cache.element_size() == 1:
         raise NotAudited(f"vLLM's KV is {_kind(cache)}")
     if cache.ndim == 3:  # MLA: [blocks, block, width]
@@ -190,7 +186,7 @@ def _kind(tensor: Any) -> str:
 
 
 def begin(connector: Any, fraction: float, key: str) -> Audit | None:
-    """Audit this connector. Return None if it cannot be audited. key: the key of the wrapper for `applying.attach`."""
+    """Start to audit this connector. Return None if the audit does not support it. key: for `applying.attach`."""
     reason = _reason(connector)
     if reason:
         engine_log.warning(f"audit: hits of {type(connector).__name__} are not audited: {reason}")

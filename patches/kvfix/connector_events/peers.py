@@ -1,8 +1,8 @@
-"""Read the state of connectors between prefill and decode instances (NIXL, Mooncake), and record their leases.
+"""Read the state of connectors between prefill and decode instances (NIXL, Mooncake), and record leases.
 
-kvfix records which leases decode has renewed, and which have expired. The report of the prefill worker names only ended
-leases (nixl/base_worker.py 0.32.0:2853, mooncake_connector.py 0.32.0:2219), so kvfix wraps methods of the worker.
-NIXL has these methods since vLLM 0.26. In earlier releases kvfix does not know how a lease has ended.
+A lease is the time for which prefill keeps the blocks of a request for decode. Decode can renew a lease. The prefill
+worker reports that a lease has ended, but not how (nixl/base_worker.py 0.32.0:2853, mooncake_connector.py 0.32.0:2219).
+So kvfix wraps methods of the worker. NIXL before vLLM 0.26 has no such methods, so kvfix does not know how leases end.
 """
 
 import sys
@@ -21,7 +21,7 @@ LONGEST = 256
 
 
 class _Peer(Reader):
-    """Base class. A load's metadata lists blocks. `_SCHEDULER`, `_WORKER`: names of attributes that hold requests."""
+    """Base class. `_SCHEDULER`, `_WORKER`: names of the attributes in which scheduler and worker keep requests."""
 
     keeps_for_peer = True
     _SCHEDULER: tuple[str, ...] = ()
@@ -42,14 +42,14 @@ class _Peer(Reader):
         return (str(engine), str(name)) if is_valid else None  # a client may have sent values of other types
 
     def loads(self, metadata: Any) -> Spans:
-        """Leave out requests without blocks, because decode only notifies prefill for these requests."""
+        """Leave out requests without blocks, for which decode loads nothing and only notifies prefill."""
         return [self._span(name, meta) for name, meta in self._received(metadata) if any(meta.local_block_ids)]
 
     def _received(self, metadata: Any) -> Any:
         return metadata.reqs_to_recv.items()
 
     def _span(self, name: str, meta: Any) -> Span:
-        """Return the span of the metadata's blocks. It begins at 0, counted from the end of the prefix hit."""
+        """Return the token span of the blocks in the metadata. Token 0 is the first token after the prefix hit."""
         return name, 0, len(meta.local_block_ids[0]) * self.whole_blocks
 
     def kept(self) -> Iterable[tuple[str, Collection[str]]]:
@@ -58,7 +58,7 @@ class _Peer(Reader):
 
 
 class Nixl(_Peer):
-    """vLLM's NixlConnector in pull mode (nixl/connector.py 0.32.0). It loads whole blocks of a request's prompt."""
+    """vLLM's NixlConnector in pull mode (nixl/connector.py 0.32.0). A load has whole blocks of a request's prompt."""
 
     _SCHEDULER: tuple[str, ...] = ("_reqs_need_recv", "_reqs_need_save", "_reqs_need_send", "_heartbeat_req_engine")
     _WORKER: tuple[str, ...] = (
@@ -67,7 +67,7 @@ class Nixl(_Peer):
     _PEER_REQUEST = "remote_request_id"
 
     def lease(self, answer: Any) -> float | None:
-        """Return the lease in seconds. Decode keeps blocks longer, for the next turn (pull_scheduler.py 0.32.0:250)."""
+        """Return the lease in seconds. Decode has a lease too, for the next turn (pull_scheduler.py 0.32.0:250)."""
         to_decode = (answer[1] or {}).get("do_remote_prefill", True)
         return getattr(self._scheduler, "_kv_lease_duration" if to_decode else "decoder_kv_blocks_ttl", None)
 
@@ -82,7 +82,7 @@ class Nixl(_Peer):
 
 
 class NixlPush(Nixl):
-    """vLLM's NixlConnector in push mode (nixl/push_scheduler.py 0.32.0). A load begins with a registration."""
+    """vLLM's NixlConnector in push mode (nixl/push_scheduler.py 0.32.0). Decode registers each load with prefill."""
 
     relative = True
     pushed = True
@@ -94,12 +94,12 @@ class NixlPush(Nixl):
     _span = _Peer._span
 
     def waits(self, request: str) -> bool:
-        """Return True until the registration's deadline, even if the request is aborted. KVF322 then fails the load."""
+        """Return True until the load's registration times out, even if the request is aborted before (KVF322)."""
         return request in getattr(self._worker, "_kvfix_ends", ())
 
 
 class Mooncake(_Peer):
-    """vLLM's MooncakeConnector (mooncake/mooncake_connector.py 0.32.0). Prefill writes into the blocks of decode."""
+    """vLLM's MooncakeConnector (mooncake/mooncake_connector.py 0.32.0). Prefill writes into decode's blocks."""
 
     relative = True
     _SCHEDULER = ("_reqs_need_recv", "_reqs_need_send")
@@ -132,19 +132,19 @@ class Leases:
         self._renewed.update(names)
 
     def first_renewed(self) -> list[str]:
-        """Return the leases that were renewed for the first time since the last call."""
+        """Return the leases whose first renewal came after the last call of this function."""
         found, self._first = self._first, []
         return found
 
     def ended(self, name: str) -> tuple[bool, int]:
-        """Return `expired` and `renewed` of LeaseEnded, and forget the lease."""
+        """Return the fields `expired` and `renewed` of `events.LeaseEnded`, and forget the lease."""
         expired = name in self.expired
         self.expired.discard(name)
         return expired, self._renewed.pop(name, 0)
 
 
 def watch(connector: Any, key: str) -> Leases | None:
-    """Wrap methods of the connector's worker; None if it lacks them. key: the key for `applying.attach`."""
+    """Wrap methods of the worker and return its leases; None if it lacks the methods. key: for `applying.attach`."""
     worker = getattr(connector, "connector_worker", None)
     wrappers = next((each for known, each in _WRAPPERS.items() if hasattr(type(worker), known)), {})
     if not wrappers or not all(hasattr(type(worker), name) for name in wrappers):
@@ -171,7 +171,7 @@ def _handle_heartbeat(worker: Any, answer: Any, payload: str, *_: Any, **__: Any
 
 
 def _get_finished(worker: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
-    """Record the leases that MooncakeConnector expires in this call: they were unsent, and it reports them as sent."""
+    """Record a lease as expired if MooncakeConnector reports its blocks as sent, but has not sent all of them."""
     before = list(worker.reqs_need_send.values())
     answer = yield
     if answer[0]:
@@ -179,7 +179,7 @@ def _get_finished(worker: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
         vars(worker)[_HELD].expired |= unsent & answer[0]
 
 
-#: {method by which kvfix recognizes a worker of NIXL or Mooncake: {method of this worker: wrapper}}
+#: {method that only workers of NIXL, or only workers of Mooncake, have: {method of this worker: wrapper}}
 _WRAPPERS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "_reap_expired_send_leases": {
         "_reap_expired_send_leases": around(_reap_expired_send_leases, _is_watched),

@@ -1,6 +1,6 @@
 """Choose the reader of a connector's own state and metadata. `kvfix.engine_state.reader` describes readers.
 
-This module has the readers of vLLM's connectors for CPU memory: OffloadingConnector and SimpleCPUOffloadConnector.
+This module also has the readers of vLLM's connectors for CPU memory: OffloadingConnector and SimpleCPUOffloadConnector.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -41,7 +41,7 @@ def model(connector: Any) -> tuple[int, bool]:
 
 
 def sizes(connector: Any, reader: Reader) -> dict[str, Any]:
-    """Return the sizes that the lab needs to replay the record; {} if they cannot be read."""
+    """Return the sizes that kvfix's test lab needs to replay a recorder file; {} if they cannot be read."""
     try:
         config, settings = connector._vllm_config, reader.settings()
         cache, scheduler = config.cache_config, config.scheduler_config
@@ -65,7 +65,7 @@ class Offloading(Reader):
     Loads and stores are jobs of whole blocks. A job can take longer than a step, and a store can outlive its request.
     """
 
-    leaves_out_stored = True
+    leaves_out_stored = True  # stores skip cached blocks, so the cache may hold tokens beyond the end of a store
 
     def __init__(self, connector: Any) -> None:
         super().__init__(connector)
@@ -87,10 +87,7 @@ class Offloading(Reader):
         return [(job.req_id, *span(job.dst_spec, self._sizes)) for job in metadata.load_jobs.values()]
 
     def stores(self, metadata: Any) -> Spans:
-        """Leave out stores of ended requests, which no step computes any more.
-
-        A store leaves out blocks that are already cached. So the cache may hold tokens beyond the end of the store.
-        """
+        """Leave out stores of ended requests, because no step computes an ended request."""
         statuses = getattr(self._scheduler, "_req_status", {})
         return [
             (job.req_id, *span(job.src_spec, self._sizes))
@@ -99,7 +96,7 @@ class Offloading(Reader):
         ]
 
     def kept(self) -> Iterable[tuple[str, Collection[str]]]:
-        """Leave out requests with jobs in flight: the connector keeps these requests on purpose."""
+        """Leave out requests with jobs in flight, because the connector keeps these requests on purpose."""
         if self._scheduler is not None:
             requests = self._scheduler._req_status.items()
             yield "_req_status", {name for name, status in requests if not status.transfer_jobs}
@@ -108,7 +105,7 @@ class Offloading(Reader):
 def span(blocks: Any, sizes: Sequence[int]) -> tuple[int, int]:
     """Return the token span (start, end) of an OffloadingConnector job, over all KV groups.
 
-    Each KV group rounds the job's end up to a whole block. So the smallest end is nearest to the job's last token.
+    Each KV group rounds the job's end up to a whole block. The smallest rounded end is nearest to the job's last token.
     blocks: the job's GPU blocks (GPULoadStoreSpec). sizes: tokens per block, by KV group.
     """
     groups = zip(blocks.block_indices, blocks.group_sizes, sizes, strict=True)
@@ -119,8 +116,8 @@ def span(blocks: Any, sizes: Sequence[int]) -> tuple[int, int]:
 class SimpleOffload(Reader):
     """vLLM's SimpleCPUOffloadConnector (v1/simple_kv_offload/manager.py 0.32.0).
 
-    The metadata list only blocks, for all requests together. The scheduler's manager knows the tokens of each request.
-    kvfix cannot assign stores of ended requests, and stores with `lazy_offload`, to a request.
+    The metadata list the blocks of all requests together. So kvfix reads each request's tokens from the scheduler's
+    manager. kvfix does not know the request of a store if the request has ended, or with `lazy_offload`.
     """
 
     leaves_out_stored = True
@@ -129,7 +126,7 @@ class SimpleOffload(Reader):
         super().__init__(connector)
         #: The scheduler's manager. None in the worker, and without prefix caching.
         self._manager: Any = getattr(connector, "scheduler_manager", None)
-        #: {request: tokens that vLLM had computed at the last hit}, and {request: the end of its last store}.
+        #: {request: tokens that vLLM had computed at the last hit}, and {request: token at which its last store ends}
         self._computed: dict[str, int] = {}
         self._stored: dict[str, int] = {}
 
@@ -171,7 +168,7 @@ class SimpleOffload(Reader):
                 del noted[name]
 
     def kept(self) -> Iterable[tuple[str, Collection[str]]]:
-        """Leave out requests with a load or store in flight: the connector keeps these requests on purpose."""
+        """Leave out requests with a load or store in flight, because the connector keeps these requests on purpose."""
         if self._manager is not None:
             loads, stores = self._manager._reqs_to_load.items(), self._manager._reqs_to_store.items()
             yield "_pending_cpu_hits", self._manager._pending_cpu_hits

@@ -1,10 +1,9 @@
-"""The flight recorder and its files.
+"""Keep the last events of this process in a bounded queue (the flight recorder), and write recorder files.
 
-The recorder keeps the last events of this process in a bounded queue. It only counts hook calls without an event,
-because steps without a change would otherwise push the history out of the queue.
+A hook call without an event is only counted, so that steps in which nothing changes push no event out of the queue.
 
 A recorder file has JSON lines. kvfix writes the file atomically, in a folder that only its owner can read. The first
-line describes the file. The other lines follow in any order, and each has a `kind`:
+line describes the file. The other lines follow in any order. Each line has a `kind`:
 
     {"kind": "recorder", "schema": 1, "reason": "violation", "pid": 1, "process": "EngineCore", "mode": "check",
      "node": "n1", "boot": "...", "began": 1, ...}
@@ -21,7 +20,7 @@ line describes the file. The other lines follow in any order, and each has a `ki
 - mono: nanoseconds of the monotonic clock, which all processes of the same `boot` share
 - wall: nanoseconds since 1970
 - stepped: time of the scheduler's last step, on the same clock as mono; 0 in a worker
-- began: start of the process, in clock ticks after boot. pid and began together identify a process on its node
+- began: start of the process, in clock ticks after boot. Together, pid and began identify a process on its node
 
 The file has ids and token counts of requests, but no tokens.
 """
@@ -51,9 +50,9 @@ if TYPE_CHECKING:
     from kvfix.connector_events.watched import WatchedConnector
 
 SCHEMA = 1
-#: Maximum bytes of one file. kvfix leaves out the oldest events of a larger record.
+#: Maximum size of a recorder file in bytes. If a file would be larger, kvfix leaves out its oldest events.
 LARGEST = 8 << 20
-#: Maximum number of recorder files of one process, and of all processes together. A crash loop starts many processes.
+#: Maximum number of files of one process, and of all processes of the user. A crash loop starts many processes.
 FILES, FILES_OF_ALL = 32, 256
 #: Environment variable: the folder in which each user gets a private folder. Default: the folder for temporary files.
 DIRECTORY = "KVFIX_DUMP_DIR"
@@ -64,7 +63,7 @@ _numbers = count(1)
 
 
 class Entry(NamedTuple):
-    """An event, and the connector and hook that caused it."""
+    """An event, and the connector and hook that caused the event."""
 
     mono: int
     wall: int
@@ -103,7 +102,7 @@ def schedulers() -> list[Any]:
 
 
 def write(reason: str, finding: Finding | None = None, more: Iterable[dict[str, Any]] = ()) -> str:
-    """Write a recorder file at a violation, exception, standstill, signal or exit. Return its path. Raises OSError."""
+    """Write a recorder file and return its path. `reason` becomes part of the file's name. Raises OSError."""
     name = f"kvfix-{os.getpid()}-{time.time_ns() // 1_000_000}-{next(_numbers)}-{reason}.jsonl"
     with folder() as private:
         recording = write_file(private, name, _bounded([encode(line) for line in (*_lines(reason, finding), *more)]))
@@ -118,13 +117,13 @@ def write(reason: str, finding: Finding | None = None, more: Iterable[dict[str, 
 
 
 def began(pid: int | str = "self") -> int:
-    """Return the start time of a process. It distinguishes the process from a later process with the same pid."""
+    """Return the start time of a process, which distinguishes the process from a later one with the same pid."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         return int(file.read().rpartition(b")")[2].split()[19])
 
 
 def _clock() -> dict[str, Any]:
-    """Return fields that identify the monotonic clock. Containers on one host share the clock, but not `node`."""
+    """Return fields that identify the monotonic clock and the process. Containers on one host share `boot`."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return {"node": os.uname().nodename, "boot": file.read().strip(), "began": began()}
@@ -185,7 +184,7 @@ def _connector(watched: "WatchedConnector") -> dict[str, Any]:
 
 
 def kept(watched: "WatchedConnector") -> dict[str, int]:
-    """Return the number of requests in each container of the connector's own state; {} if it cannot be read."""
+    """Return {attribute of the connector: number of requests in it}, or {} if the attributes cannot be read."""
     try:
         return {where: len(names) for where, names in watched.reader.kept()}
     except Exception:  # noqa: BLE001  optional fields
@@ -193,7 +192,7 @@ def kept(watched: "WatchedConnector") -> dict[str, int]:
 
 
 def scheduler_state() -> dict[str, int]:
-    """Return the numbers of requests and blocks; {} if this process has no scheduler or several schedulers."""
+    """Return the scheduler's numbers of requests and blocks; {} if this process has no or several schedulers."""
     try:
         (found,) = schedulers()
         pool = found.kv_cache_manager.block_pool
@@ -242,15 +241,15 @@ def _bounded(lines: list[bytes]) -> bytes:
 def folder() -> Iterator[tuple[str, int]]:
     """Yield path and descriptor of the private folder (mode 0700). Raises OSError if other users can access the folder.
 
-    The parent folder may be shared (1777), so another user may have made a link or folder with this name. kvfix keeps
-    the mode of the parent. It creates files through the descriptor, so a later change of the path has no effect.
+    If other users can write to the parent folder (mode 1777), they can make a link or folder with this name. kvfix
+    creates files through the descriptor, so that a user who replaces the folder later cannot redirect a file.
     """
     shared = os.environ.get(DIRECTORY) or tempfile.gettempdir()
     os.makedirs(shared, mode=0o700, exist_ok=True)
     path = os.path.join(shared, f"kvfix-{os.getuid()}")
     with suppress(FileExistsError):
         os.mkdir(path, 0o700)
-    if os.path.islink(path):  # checked here for a clear message; O_NOFOLLOW refuses a link too
+    if os.path.islink(path):  # O_NOFOLLOW also refuses a link, but with an unclear message
         raise PermissionError(errno.EPERM, f"{path} is a link")
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
@@ -265,7 +264,7 @@ def folder() -> Iterator[tuple[str, int]]:
 
 
 def write_file(folder: tuple[str, int], name: str, content: bytes) -> str:
-    """Write the file under a temporary name, then rename it, so that a reader never finds a part. Return its path."""
+    """Write the file under a temporary name and rename it. So nobody reads an incomplete file. Return the path."""
     path, descriptor = folder
     part = f"{name}.{os.getpid()}.{next(_numbers)}.part"  # two threads may write the same file
     handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=descriptor)

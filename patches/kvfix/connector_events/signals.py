@@ -1,6 +1,7 @@
 """Write a recorder file at SIGUSR2 and, with KVFIX_DUMP_AT_EXIT=1, at exit. Announce this process to `kvfix dump`.
 
-If the process has its own SIGUSR2 handler, kvfix installs none. The handler logs nothing: it may interrupt a log call.
+If the process already has a SIGUSR2 handler, kvfix installs no handler. kvfix's handler does not log, because the
+signal may interrupt a log call.
 """
 
 import atexit
@@ -22,7 +23,7 @@ _ASKED = (b'{"kind":"state"', b'{"kind":"stacks"')
 
 
 def install() -> None:
-    """Install the handler once, in a process with a connector, from its main thread (as Python requires)."""
+    """Install the handler once. Python allows this only in the main thread."""
     if session.signal_installed or threading.current_thread() is not threading.main_thread():
         return
     session.signal_installed = True
@@ -34,7 +35,7 @@ def install() -> None:
 
 
 def announce() -> None:
-    """Announce this process and its engines, if kvfix handles SIGUSR2. The signal ends a process without a handler."""
+    """Announce this process and its engines if kvfix handles SIGUSR2. Without a handler, the signal ends a process."""
     if session.signal_installed and signal.getsignal(SIGNAL) is _on_signal:
         violations.written(write_announcement)
 
@@ -89,17 +90,14 @@ def _on_signal(number: int, frame: Any) -> None:
 
 
 def lines_of_others(seconds: float = 1.0) -> list[dict[str, Any]]:
-    """Send the signal to the other processes of the same engines. Return states and stacks from their recorder files.
-
-    A process whose main thread runs no Python does not answer within `seconds`.
-    """
+    """Send SIGUSR2 to the other processes of the same engines. Return states and stacks from their recorder files."""
     found: list[dict[str, Any]] = []
     with suppress(OSError), recorder.folder() as (_, descriptor):
         before, asked = set(os.listdir(descriptor)), set[str]()
         for pid in announced(descriptor):
             os.kill(pid, SIGNAL)
             asked.add(str(pid))
-        until = time.monotonic() + seconds
+        until = time.monotonic() + seconds  # a process whose main thread runs native code writes its file too late
         while asked and time.monotonic() < until:
             time.sleep(0.01)
             for name in sorted(set(os.listdir(descriptor)) - before):
@@ -111,5 +109,5 @@ def lines_of_others(seconds: float = 1.0) -> list[dict[str, Any]]:
     return found
 
 
-# A forked child has its parent's handler, but no announcement (kvfix.session). It must not write a file at its exit.
+# A forked child inherits the handler, but not the announcement (kvfix.session), and must not write a file at exit.
 os.register_at_fork(after_in_child=lambda: atexit.unregister(violations.written))

@@ -19,9 +19,9 @@ from kvfix.session import session
 if TYPE_CHECKING:
     from kvfix.connector_events.watched import WatchedConnector
 
-#: Environment variable: path of a file with findings to suppress, one a line: `KVR009` or `KVR009 _requests_priority*`.
+#: Environment variable: path of a file that lists findings to suppress, such as `KVR009` or `KVR009 _requests_prio*`.
 SUPPRESS = "KVFIX_SUPPRESS"
-#: A process writes at most DUMPS recorder files. It waits PAUSE seconds between two files for the same kind of event.
+#: A process writes at most DUMPS recorder files, and waits PAUSE seconds between two files for the same violation.
 DUMPS, PAUSE = 16, 60.0
 RULE = "=" * 80
 #: A report shows at most this many events of the history.
@@ -57,7 +57,7 @@ def report(watched: "WatchedConnector", hook: str, finding: Finding, error: Exce
 
 
 def report_exception(watched: "WatchedConnector", hook: str, event: Raised) -> None:
-    """Write a recorder file with the events before an exception of a hook. Called in mode `observe`."""
+    """Write a recorder file with the events before an exception of a hook. Called if kvfix checks no rules."""
     if _is_due(f"exception {hook} {_without_numbers(event.error)}"):
         path = written(recorder.write, "exception")
         if path:
@@ -67,7 +67,7 @@ def report_exception(watched: "WatchedConnector", hook: str, event: Raised) -> N
 
 
 def error_text(error: BaseException) -> str:
-    """Return type and shortened message of an exception, without secrets and long lists of numbers (token ids)."""
+    """Return the type and the message of an exception. Shorten the message, and remove secrets and token ids."""
     text = redact.text(re.sub(r"[\[(]\s*\d+(,\s*\d+){7,}[^\])]*[\])]?", "[...]", str(error)[:2000]))
     return f"{type(error).__name__}: {text[:300]}".rstrip(": ")
 
@@ -103,7 +103,7 @@ def _is_suppressed(finding: Finding) -> bool:
 
 
 def _read(path: str) -> list[tuple[str, str]]:
-    """Read a file with lines `CODE [PATTERN]`. A `#` begins a comment."""
+    """Read the findings to suppress. A line of the file is `CODE [PATTERN]`. A `#` begins a comment."""
     if not path:
         return []
     try:
@@ -141,7 +141,7 @@ def compose(
     recording: str,
     who: Sequence[str] = (),
 ) -> str:
-    """Return the report of a finding. who: the process of each history entry, if they come from several processes."""
+    """Return the report of a finding. who: the process of each history entry, if several processes wrote entries."""
     doc = next((rule.doc for rule in RULES if rule.code == finding.code), "").strip()
     parts = [
         RULE,

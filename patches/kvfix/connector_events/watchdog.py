@@ -1,7 +1,7 @@
-"""Report a standstill, that is, the engine has made no progress for KVFIX_WATCHDOG seconds.
+"""Report when the engine has made no progress for KVFIX_WATCHDOG seconds (a standstill).
 
-Each process with a connector runs the watchdog in a daemon thread. The watchdog reads the engine's state at intervals,
-takes no lock, calls no function of the engine, and reports each standstill once. A standstill is one of these states:
+Each process with a connector runs the watchdog in a daemon thread. The watchdog reads the engine's state at intervals.
+It takes no lock and calls no function of the engine. A standstill is one of these states:
 
 - the main thread stays in one call of a hook or, while the engine starts, in one call of LMCache
 - requests wait, no request has computed a token or ended, and the workers compute nothing
@@ -11,7 +11,7 @@ The watchdog does not report:
 - an engine without requests, or a paused engine
 - requests that wait for their clients
 - a step that the workers have not answered yet, such as a long prefill or a compilation
-- a decode instance that makes steps while its requests wait for prefill, because the connector has a timeout for this
+- a decode instance that makes steps while its requests wait for prefill, because the connector's own timeout applies
 """
 
 import os
@@ -28,21 +28,21 @@ from kvfix.ledger import liveness, standstill
 from kvfix.ledger.standstill import LATE, Look
 from kvfix.session import session
 
-#: Environment variable: seconds without any progress (0: no watchdog). DEFAULT applies if the variable is not set.
+#: Environment variable: the watchdog reports after this number of seconds without progress. 0 turns the watchdog off.
 SECONDS, DEFAULT = "KVFIX_WATCHDOG", 60.0
-#: `_look` reads the state up to _TRIES times, every _PAUSE seconds, until no function of the scheduler is running.
+#: `_look` reads the state at most _TRIES times, every _PAUSE seconds, until no function of the scheduler is running.
 _TRIES, _PAUSE = 200, 0.003
-#: If the main thread stays in one call for this number of tries, `_look` stops and takes the state of the last try.
+#: If the main thread stays in one call for _STANDS tries, `_look` stops and takes the state of the last try.
 _STANDS = 50
 #: Scheduler functions that EngineCore's step calls. If none of them is running, the step waits for the workers.
 _SCHEDULING = frozenset(("schedule", "update_from_output"))
-#: Connectors that load from a prefill instance. A load waits as long as the request is in the prefill queue.
+#: Connectors that load from a prefill instance. A load waits until the prefill instance has computed the prompt.
 _PEERS = frozenset(("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector"))
 _STEP, _CORE = frozenset(("step", "step_with_batch_queue")), "/v1/engine/core"
 
 
 def start() -> None:
-    """Start the thread of this process once. Never raises."""
+    """Start the watchdog of this process once. Never raises."""
     limit = _limit()
     if limit and session.watchdog is None:
         session.watchdog = watchdog = Watchdog(limit)
@@ -50,7 +50,7 @@ def start() -> None:
 
 
 def stop() -> None:
-    """End the thread at its next look."""
+    """End the watchdog's thread after its current look."""
     if session.watchdog is not None:
         session.watchdog.stopped.set()
         session.watchdog = None
@@ -66,7 +66,7 @@ def _limit() -> float:
 
 
 class Watchdog:
-    """Look 12 times within `limit` seconds. Report each standstill (no progress for `limit` seconds) once."""
+    """Look at the engine 12 times within `limit` seconds. Report each standstill once."""
 
     def __init__(self, limit: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit = limit
@@ -76,7 +76,7 @@ class Watchdog:
         self._since: dict[tuple[Any, ...], float] = {}
         #: The last reported standstill, and the time when it began.
         self._told: tuple[tuple[Any, ...], float] | None = None
-        #: At the last look: {request: its computed tokens}, and the number of steps that the connectors had seen.
+        #: From the last look: {request: its computed tokens}, and the number of the connectors' steps.
         self._computed: dict[str, int] = {}
         self._steps = 0
 
@@ -85,19 +85,19 @@ class Watchdog:
             engine_log.guarded("kvfix.connector_events.watchdog", self._look_once)
 
     def _look_once(self) -> None:
-        """Report a standstill that was not reported yet."""
+        """Report a standstill that has lasted `limit` seconds, if it is not reported yet."""
         standing = self.is_due()
         if standing and self._told != (found := (standing, self._since[standing])) and self._reported(*found):
             self._told = found
 
     def is_due(self) -> tuple[Any, ...]:
-        """Return a standstill that has lasted `limit` seconds, or (). Each look must call this, to notice a begin."""
+        """Note the current standstills. Return one that has lasted `limit` seconds, or () if there is none."""
         now = self._clock()
         self._since = {each: self._since.get(each, now) for each in self._standing()}
         return next((each for each, since in self._since.items() if now - since >= self._limit), ())
 
     def _standing(self) -> Iterator[tuple[Any, ...]]:
-        """Yield a tuple for each standstill (a call, or the requests). All looks yield the same tuple for it."""
+        """Yield one tuple for each standstill. Every look yields the same tuple for the same standstill."""
         inside = _inside(calls := _calls())
         if inside:
             yield inside
@@ -118,18 +118,18 @@ class Watchdog:
                 if request.status.name not in of_others and not request.status.name.startswith("FINISHED"):
                     computed[request.request_id] = request.num_computed_tokens
         went_on = any(computed.get(name) != tokens for name, tokens in self._computed.items())
-        computing = steps == self._steps and _is_with_workers(calls)  # workers are idle if steps end without progress
+        computing = steps == self._steps and _is_with_workers(calls)  # if steps go on, workers answer without progress
         self._computed, self._steps = computed, steps
         return not computed or paused or went_on or computing
 
     def _reported(self, standing: tuple[Any, ...], began: float) -> bool:
-        """Report the standstill in a recorder file and the log, if it still lasts at a second look. True: reported."""
+        """Report the standstill and return True, if it still lasts at a second look. Otherwise return False."""
         first, _ = self._look()
         if self.stopped.wait(min(LATE, self._limit)) or self.is_due() != standing or self._since[standing] != began:
             return False
         look, stacks = self._look()
         found = standstill.verdicts([first, look])
-        # The state and the stacks of this process come last.
+        # The state of this process comes after the states of the other processes.
         states = [{"kind": "state", **each} for each in reversed(look.processes)]
         path = violations.written(recorder.write, "standstill", None, [*states, *stacks])
         what = " The cause is not known: read the state and the stacks of the engine."
@@ -142,7 +142,7 @@ class Watchdog:
         return True
 
     def _look(self) -> tuple[Look, list[dict[str, Any]]]:
-        """Return a look, and the stacks of other processes. Retry while the scheduler changes its queues."""
+        """Return the states of all processes, and the stacks of the others. Retry while the scheduler is in a step."""
         held, same = (), 0
         for _ in range(_TRIES):
             inside = _inside(calls := _calls())
@@ -157,12 +157,12 @@ class Watchdog:
 
 
 def _calls() -> list[Call]:
-    """Return the stack of the main thread, innermost first; [] if it is not known."""
+    """Return the stack of the main thread, innermost call first; [] if the stack is not known."""
     return places.stacks().get(threading.main_thread().ident or 0, [])
 
 
 def _inside(calls: list[Call]) -> tuple[Any, ...]:
-    """Return the call in which the main thread is, if it is a hook or, before the first step, the start of LMCache."""
+    """Return the hook in which the main thread is or, before the first step, its call that starts LMCache; else ()."""
     main = threading.main_thread().ident
     for watched in recorder.connectors():
         running = (watched.running or {}).get(main or 0)
@@ -177,8 +177,8 @@ def _inside(calls: list[Call]) -> tuple[Any, ...]:
 
 
 def _is_with_workers(calls: list[Call]) -> bool:
-    """Return True if EngineCore's step waits for workers or computes in this process. Unknown stack: also True."""
+    """Return True if EngineCore's step waits for workers or computes in this process, or if the stack is unknown."""
     step = next((at for at, (name, file, _) in enumerate(calls) if name in _STEP and _CORE in file), None)
     if step is None:
-        return not 0 < len(calls) < places.MOST  # a compilation may have MOST calls, so that the step is cut off
+        return not 0 < len(calls) < places.MOST  # a compilation may have so many calls that the step's call is cut off
     return _SCHEDULING.isdisjoint(name for name, _, _ in calls[:step])

@@ -1,8 +1,9 @@
 """Turn the hook calls of one connector into events of `kvfix.ledger`, which checks the token counts.
 
-Methods `before_HOOK` and `after_HOOK` run before and after the hook HOOK (`_around`). They take the hook's parameters
-(vllm/distributed/kv_transfer/kv_connector/v1/base.py 0.32.0), and `after_HOOK` takes the hook's answer before them. A
-step's cost must not grow with the running requests, so kvfix records only the ones with a load or store in the step.
+The wrapper of a hook calls `before_HOOK` and `after_HOOK` with the hook's parameters. (See vLLM's
+distributed/kv_transfer/kv_connector/v1/base.py 0.32.0.) The first argument of `after_HOOK` is the hook's answer. The
+time that kvfix needs in a step must not grow with the number of running requests. So kvfix records a running request
+only in steps with a load or store of the request.
 """
 
 from _thread import get_ident
@@ -22,20 +23,16 @@ from kvfix.session import session
 if TYPE_CHECKING:
     from kvfix.connector_events.audit import Audit
 
-#: kvfix checks an ended request for leaks after these steps and seconds. Its transfers and lookups have ended by then.
+#: kvfix checks a request for leaks this long after its end, when its transfers and lookups have ended.
 STEPS, SECONDS = 32, 3.0
-#: The metadata should have a load in the step after vLLM allocated its blocks. kvfix waits this number of steps for it.
+#: The metadata should list a load in the step after vLLM allocated the load's blocks. kvfix waits PATIENCE steps.
 PATIENCE = 8
 #: kvfix remembers at most this number of requests whose lookup was never answered.
 GIVEN_UP = 1024
 
 
 class WatchedConnector:
-    """A connector or scheduler whose calls kvfix records. calls: {hook: number of calls}.
-
-    running: {thread: (hook that it runs, start of the hook in monotonic seconds)}. trusted: False after an error in
-    kvfix. The record then has gaps, so kvfix checks no more rules.
-    """
+    """A connector or scheduler whose calls kvfix records."""
 
     def __init__(self, connector: Any, number: int) -> None:
         self.number = number
@@ -46,9 +43,11 @@ class WatchedConnector:
         self.model = readers.model(connector)
         self.connector = connector
         self.reader = readers.reader(connector)
+        #: False after an error in kvfix. The record then has gaps, so kvfix checks no more rules.
         self.trusted = True
+        #: {thread in a hook: (the hook, start of the hook in monotonic seconds)}
         self.running: dict[int, tuple[str, float]] = {}
-        self.calls: dict[str, int] = {}
+        self.calls: dict[str, int] = {}  # {hook: number of calls}
         self.steps = 0
         #: Time of the scheduler's last step, in monotonic seconds.
         self.stepped = 0.0
@@ -58,23 +57,23 @@ class WatchedConnector:
         self.audit: Audit | None = None
         self.sees_loads = type(self.reader) is not Reader
         self.ledger = Ledger(sees_loads=self.sees_loads)
-        #: In the scheduler: {request that has no blocks yet: its last Asked}. In the worker: {request: last transfer}.
+        #: In the scheduler: {request without blocks: last lookup}. In the worker: {request: last load or store}.
         self._last: dict[str, Event] = {}
         self._due: dict[str, ev.LoadDue] = {}
         self._storing: list[Span] = []
-        #: {request with blocks for a load: the ids of all its blocks}
+        #: {request for whose load vLLM has allocated blocks: the ids of all blocks of the request}
         self._blocks: dict[str, set[int]] = {}
         #: Finds stores of blocks that vLLM has freed; None if there is nothing to check (`windows.stores`).
         self._windows = windows.stores(connector)
         self._hits: dict[str, int] = {}
         self._admitted: set[str] = set()
-        #: Requests whose lookup is in flight or timed out. LMCache may keep state of them until the answer arrives.
+        #: Requests whose lookup is in flight or timed out. LMCache may keep their state until the answer arrives.
         self._unanswered: set[str] = set()
-        #: {request: step in which vLLM allocated its blocks}, for asynchronous loads that no metadata have yet.
+        #: {request with an asynchronous load that is not in the metadata yet: step in which vLLM allocated its blocks}
         self._granted: dict[str, int] = {}
         #: Ended requests whose blocks the connector still sends.
         self._sending: set[str] = set()
-        #: The last GIVEN_UP requests whose lookup was never answered. The lookup client may keep state of them.
+        #: The last GIVEN_UP requests whose lookup was never answered. The lookup client may keep their state.
         self._given_up: dict[str, None] = {}
         #: {ended request to check for leaks: (step of its end, time of its end, its pins at the end)}
         self._ended: dict[str, tuple[int, float, Any]] = {}
@@ -99,7 +98,7 @@ class WatchedConnector:
         elif hit is not None and name not in self._given_up:
             self._unanswered.discard(name)
         asked = ev.Asked(name, request.num_tokens, num_computed_tokens, hit, promised, bool(asynchronous), *self.model)
-        if self._last.get(name) != asked:  # vLLM repeats the lookup in each step until it has blocks
+        if self._last.get(name) != asked:  # vLLM repeats the lookup in each step until the request gets blocks
             self._last[name] = asked
             self._record(asked)
         timeout = self.reader.lookup_timeout()
@@ -164,7 +163,7 @@ class WatchedConnector:
         self._record(ev.Finished(name, request.status.name == "FINISHED_ABORTED"))
 
     def after_request_finished(self, answer: Any, request: Any, *blocks: Any) -> None:
-        if answer and answer[0]:  # the blocks are kept until the connector has sent them
+        if answer and answer[0]:  # vLLM keeps the blocks until the connector has sent them
             self._ended.pop(request.request_id, None)
             self._sending.add(request.request_id)
             if self.reader.keeps_for_peer:
@@ -229,7 +228,7 @@ class WatchedConnector:
         self._record(ev.Raised(name, hook, violations.error_text(error)), error)
 
     def _record(self, event: Event, error: Exception | None = None) -> None:
-        """Record the event and, in `check` and `strict`, check the rules. Raises Violation in `strict`."""
+        """Record the event. In modes `check` and `strict`, also check the rules. Raises Violation in mode `strict`."""
         hook, _ = self.running[get_ident()]
         recorder.add(self.number, hook, event)
         if session.mode in ("check", "strict") and self.trusted and event.request not in session.before:
@@ -303,7 +302,7 @@ class WatchedConnector:
             self._unanswered.discard(oldest)
 
     def _look_for_leaks(self) -> None:
-        """Check the ended requests that are due. `_ended` is ordered by time, so stop at the first one that is not."""
+        """Check each ended request that is due for leaks. `_ended` is in order of time: the oldest request is first."""
         now = clock.now()
         while self._ended:
             name, (at_step, at, pinned) = next(iter(self._ended.items()))

@@ -1,7 +1,8 @@
 """Find stores of LMCache's multi-process connector that read blocks which vLLM has freed.
 
-vLLM frees blocks early if they belong to a sliding window or hold a recurrent (Mamba) state. In a store's step and in
-the next step, kvfix compares the store's blocks with vLLM's list for the request. Later, the store may have ended.
+While a request runs, vLLM frees blocks that have left a sliding window or hold an old recurrent (Mamba) state. In the
+step of a store and in the next step, kvfix compares the store's blocks with vLLM's block list of the request. In later
+steps kvfix does not compare, because the store may have ended.
 """
 
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from kvfix.ledger import events as ev
 
 
 class Read(NamedTuple):
-    """A chunk that a store reads, with tokens [start, end). blocks: {index in the request's block list: block id}."""
+    """A chunk that a store reads: tokens [start, end). blocks: {index in the request's block list: block id}."""
 
     request: str
     group: int
@@ -21,7 +22,7 @@ class Read(NamedTuple):
 
 
 def stores(connector: Any) -> "Stores | None":
-    """Return the `Stores` of a connector; None if it has nothing to check, or no KV cache manager of vLLM."""
+    """Return the `Stores` of a connector, or None if kvfix can check nothing for this connector."""
     manager = getattr(connector, "_kv_cache_manager", None)
     sizes: list[int] = getattr(connector, "_group_tokens_per_block", [])
     if manager is None or len(sizes) < 2 or getattr(connector, "lazy_offload", False):
@@ -47,7 +48,7 @@ class Stores:
         self._last: list[Read] = []
 
     def step(self, metadata: Any, output: Any) -> Iterator[ev.BlocksLost]:
-        """Yield the lost blocks that stores of this step or of the step before read."""
+        """Yield an event for each chunk that a store of this or the previous step reads from lost blocks."""
         stores = [meta for meta in metadata.requests if meta.direction == "STORE"]
         if not (stores or self._last):
             return
@@ -75,7 +76,7 @@ class Stores:
                 yield Read(name, group, start, end, dict(zip(places, blocks, strict=False)))
 
     def _lost(self, read: Read) -> list[int]:
-        """Return blocks that are null or no longer in vLLM's list. Return [] for a preempted or ended request."""
+        """Return the read blocks that are null or not in vLLM's list; [] for a preempted or ended request."""
         held = self._managers[read.group].req_to_blocks.get(read.request)
         if not held:
             return []

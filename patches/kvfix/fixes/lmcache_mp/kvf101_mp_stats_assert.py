@@ -1,14 +1,13 @@
 """EngineCore dies when a client asks for cache statistics and disconnects before its lookup.
 
 Symptom: EngineCore dies with `AssertionError: Request tracker for request_id cmpl-... not found. ` in
-`request_finished`. Any client can cause this crash if it sends `kv_transfer_params` with `cached_token_stats`
-(`num_lmcache_extra_cached_tokens` in vLLM's copy and in LMCache 0.4.5), and disconnects while the request waits.
+`request_finished`. Any client can cause this crash with the key `cached_token_stats` in `kv_transfer_params`. In
+LMCache 0.4.5 and in vLLM's copy of the connector, this key is `num_lmcache_extra_cached_tokens`.
 
 Cause: `request_finished` reads the statistics from the request's tracker (lmcache_mp_connector.py 0.5.6:1552). The
-first `get_num_new_matched_tokens` creates the tracker. A request that is aborted before this hook runs has no tracker.
+first lookup (`get_num_new_matched_tokens`) creates the tracker. A request that is aborted earlier has no tracker.
 
-Fix: If a request asks for statistics and has no tracker, the fix creates a tracker before `request_finished`. All
-numbers of this tracker are zero. The hook deletes this tracker like any other.
+Fix: If a request asks for statistics and has no tracker, the fix makes a tracker with zeros before `request_finished`.
 - Upstream: https://github.com/vllm-project/vllm/pull/56780 (open).
 - Remove when: `request_finished` no longer asserts that there is a tracker.
 """
@@ -16,7 +15,7 @@ numbers of this tracker are zero. The hook deletes this tracker like any other.
 from kvfix.fixes import _mp
 from kvfix.fixes.api import Any, Fix, Wrapper, before, multi_process, note, stubs
 
-#: The statistics that a client can ask for. Their name depends on the release.
+#: Keys with which a client asks for statistics. Each release knows one of these keys.
 STATISTICS = ("cached_token_stats", "num_lmcache_extra_cached_tokens")
 
 

@@ -2,15 +2,16 @@
 
 Symptom: No error is logged. The external hit of a prompt always ends at the same token, although the prompt is used
 again. The chunks right after this token are never stored, but later chunks are. The bug occurs if a request waits for
-blocks. After a miss, LMCache leaves out the last tokens of a prompt. Their number is vLLM's own prefix hit.
+blocks. Also, if LMCache has no hit but vLLM has a prefix hit, the stores of the prompt end too early.
 
 Cause: vLLM calls `get_num_new_matched_tokens` in every step in which the request waits. Each call adds the hit to
-`num_stored_tokens` (lmcache_mp_connector.py 0.5.5:1148; `num_stored_blocks` in vLLM's copy). After three polls with a
-hit of 512 the first store begins at 1536. On a miss the hook returns before it records vLLM's computed tokens
-(0.5.5:1143), so the store ends too early.
+`num_stored_tokens` (lmcache_mp_connector.py 0.5.5:1148; `num_stored_blocks` in vLLM's copy). After three calls with a
+hit of 512 tokens, the first store begins at token 1536. Without a hit in LMCache, the function does not record the
+tokens that vLLM has computed (0.5.5:1143). The stores then end that number of tokens too early.
 
-Fix: Until the admission, the fix sets the stored tokens to the hit after each poll, and records vLLM's tokens.
-- Upstream: https://github.com/LMCache/LMCache/issues/4508, fixed in 0.5.6. Open in vLLM's copy.
+Fix: After each call before the request's admission, the fix sets the number of stored tokens to LMCache's hit, and
+records the number of tokens that vLLM has computed.
+- Upstream: https://github.com/LMCache/LMCache/issues/4508, fixed in 0.5.6, and open in vLLM's copy.
 - Remove when: LMCache 0.5.5 is no longer in use, and vLLM's copy assigns the hit instead of adding it.
 """
 
@@ -27,7 +28,7 @@ def fix(connector: Any, answer: Any, request: Any, num_computed_tokens: int) -> 
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """With the bug, a hit of 512 counts twice after two lookups, or a miss does not record 1024 computed tokens."""
+    """Look up a hit of 512 tokens twice, then a miss with 1024 computed tokens. With the bug, one count is wrong."""
     request = stubs.request(2048)
     connector = _mp.scheduler_side(module, found=512)
     for _ in range(2):
@@ -46,6 +47,6 @@ FIX = Fix(
         "mp-apc-hit-not-stored", "mp-apc-hit-not-stored-in-tree",
         "mp-lookup-double-count", "mp-lookup-double-count-in-tree",
     ),
-    # Without the fix, vLLM's copy stores too few tokens after a miss if vLLM itself has a prefix.
+    # Without the fix, vLLM's copy stores too few tokens after a miss if vLLM itself has a prefix hit.
     changes_healthy=("mp-in-tree",),
 )  # fmt: skip

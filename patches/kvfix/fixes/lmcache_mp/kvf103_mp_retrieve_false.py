@@ -4,12 +4,12 @@ Symptom: The worker logs ERROR `Something went wrong when processing the retriev
 result=False`. Then the request returns wrong text with HTTP 200. The log of the server has the reason: `Some keys not
 found during retrieve!`, `Cannot retrieve keys due to exception`, or `No GPU context registered for instance ID`.
 
-Cause: `LMCacheMPWorkerAdapter.get_finished` logs the result and drops the list of blocks (vllm_multi_process_adapter.py
-0.5.4:1635-1648). The function reports the load to vLLM as done, and `get_block_ids_with_load_errors` reports no block.
+Cause: `LMCacheMPWorkerAdapter.get_finished` logs the failure, but reports the load to vLLM as done
+(vllm_multi_process_adapter.py 0.5.4:1635-1648). `get_block_ids_with_load_errors` does not report the load's blocks.
 
 Fix: When the future of a load returns a failure, the fix adds the load's blocks to the blocks with load errors. vLLM
 then ends the request with an error, or computes the tokens again (`kv_load_failure_policy`).
-- Releases: LMCache 0.4.2 to 0.5.4, also in vLLM's copy of it. Earlier releases cannot report failed blocks.
+- Releases: LMCache 0.4.2 to 0.5.4, with its own connector or vLLM's copy. Earlier releases cannot report failed blocks.
 - Upstream: https://github.com/LMCache/LMCache/issues/3388, fixed in 0.5.5.
 """
 
@@ -38,7 +38,7 @@ def load(adapter: Any, future: Any, blocks: Any) -> Any:
 
 
 def _failed(adapter: Any, answer: Any, request_id: str, *_: Any, **__: Any) -> Any:
-    """Report the load as failed, whatever its result is."""
+    """Report the blocks of the load as failed, even if the load succeeds."""
     if request_id in adapter.retrieve_futures:
         adapter.error_block_ids.update(adapter.retrieve_futures[request_id][1])
     return answer
@@ -52,7 +52,7 @@ def fix(adapter: Any, answer: Any, request_id: str, *_: Any, **__: Any) -> None:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Let a load fail, and call the function that reads its result. With the bug, its two blocks are not reported."""
+    """Let a load of two blocks fail, and call the function that reads the result. The bug reports no block."""
     failed = stubs.Stub(query=lambda: True, wait=lambda timeout=None: True, result=lambda timeout=None: False)
     failed.to_cuda_future = lambda: failed  # up to 0.4.5 the hook sends the request itself
     adapter = _mp.worker_side(

@@ -4,18 +4,18 @@ Symptom: With `kv_load_failure_policy=recompute` the log has `Recovered from KV 
 Then the request stays in WAITING_FOR_REMOTE_KVS and keeps its blocks. vLLM logs `Running: 0 reqs, Waiting: 1 reqs`, no
 throughput and no error. LMCache 0.5.6 logs `<resume-load> req=...` for the request in every other step.
 
-Cause: vLLM resets the request to zero computed tokens and calls the hook again. The tracker is READY and keeps the hit,
-so the hook promises the hit again (lmcache_mp_connector.py 0.5.4:777). But `update_state_after_alloc` starts a load
-only for a tracker that is PREFETCHING (0.5.4:852).
+Cause: vLLM resets the request to zero computed tokens and calls `get_num_new_matched_tokens` again. The tracker is
+READY and keeps the hit, so the function promises the hit again (lmcache_mp_connector.py 0.5.4:777). But
+`update_state_after_alloc` starts a load only if the tracker is PREFETCHING (0.5.4:852).
 
-LMCache 0.5.5 recognizes this request and promises 0. LMCache 0.5.6 also loads for preempted requests, and first gives
-them a fresh tracker (0.5.6:1833). So 0.5.6 does not recognize preempted requests, and repeats lookup and load for ever.
+LMCache 0.5.5 recognizes a request whose load has failed, and promises 0 tokens. LMCache 0.5.6 does not recognize a
+preempted request, because LMCache gives it a new tracker (0.5.6:1833), and repeats lookup and load for ever.
 
-Fix: The fix acts before `get_num_new_matched_tokens`, on a request that was admitted with a hit, has never run since,
-and has no computed tokens. The request gets a fresh tracker and no hit. vLLM computes it, as with LMCache 0.5.5. Where
-LMCache has its own fix, this fix handles the preempted requests that LMCache's fix misses.
+Fix: If a request was admitted with a hit, has not run since, and has no computed tokens, its load has failed. Before
+`get_num_new_matched_tokens`, the fix then gives the request a new tracker without a hit. So vLLM computes the request,
+as with LMCache 0.5.5. In releases with LMCache's own fix, this fix handles only preempted requests.
 - Releases: LMCache 0.4.5 to 0.5.4. LMCache 0.5.6: only preempted requests. LMCache's modules lmcache_mp_connector_0180
-  and _0201: 0.4.4 to 0.5.5. vLLM 0.26.0 to 0.33.0, its own copy of the connector.
+  and _0201: 0.4.4 to 0.5.5. vLLM's copy of the connector: 0.26.0 to 0.33.0.
 - Upstream: None known. LMCache 0.5.5 has its own fix ("Bypassing LMCache for request").
 - Remove when: LMCache 0.5.4 is no longer in use, and LMCache and vLLM's copy also bypass preempted requests.
 """
@@ -41,12 +41,12 @@ def fix(module: Any) -> Wrapper:
         note(__name__, f"request {request.request_id}: its load has failed, so vLLM computes it")
         _mp.nothing_cached(connector.scheduler_adapter, request.request_id)
 
-    # vLLM also calls the hook in each step in which a request waits for its lookup. The tracker is not READY then.
+    # While a request waits for its lookup, its tracker is not READY.
     return before(forget_failed_load, when=lambda connector, request, *_: _mp.is_in(connector, request, "READY"))
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Look up again after a failed load, also of a preempted request. With the bug, the hit is promised again."""
+    """Look up a request whose load has failed, also a preempted request. With the bug, the hit is promised again."""
     for status in (None, module.RequestStatus.PREEMPTED):
         connector, request = _mp.scheduler_side(module, found=512), stubs.request(2048)
         hook(connector, request, 0)

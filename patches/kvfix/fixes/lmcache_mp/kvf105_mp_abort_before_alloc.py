@@ -1,18 +1,17 @@
 """The server cannot evict chunks: a request that is aborted before its admission keeps read locks until they time out.
 
-Symptom: vLLM logs nothing. Chunks that were looked up stay read-locked in the LMCache server for the read TTL
+Symptom: vLLM logs nothing. Chunks that a lookup has found stay read-locked in the LMCache server for the read TTL
 (`read_ttl_seconds`, 300 s by default). Under pressure the server finds nothing to evict, and stores fail. Up to LMCache
 0.5.4, and in vLLM's copy, a later request with the same id also gets the hit of the aborted request.
 
-Cause: A lookup locks the chunks it finds until they are retrieved or released with `free_lookup_locks`.
+Cause: A lookup locks the chunks that it finds, until the worker loads them or `free_lookup_locks` releases them.
 `request_finished` ends the session (lmcache_mp_connector.py 0.5.6:1579), but the end of a session releases no lock
-(modules/lookup.py 0.5.6:462). A prefetch in flight continues and locks the chunks it fetches.
+(modules/lookup.py 0.5.6:462). A prefetch in flight continues and locks the chunks that it fetches.
 
-Fix: Before `request_finished`, the fix releases the locks of a request that was looked up and never admitted, while the
-session still has these locks. The fix also deletes the lookup. If the server has not answered the lookup yet, or is
-unhealthy, the fix keeps the session, and polls for the answer in the following steps.
+Fix: Before `request_finished`, the fix deletes the lookup of a request that was never admitted, and releases the locks.
+If the server has not answered the lookup yet, or is unhealthy, the fix keeps the session and asks again in later steps.
 - Upstream: https://github.com/vllm-project/vllm/issues/44100, https://github.com/vllm-project/vllm/pull/44101 (open),
-  https://github.com/LMCache/LMCache/pull/5248; prefetch: https://github.com/LMCache/LMCache/issues/5339 (open).
+  https://github.com/LMCache/LMCache/pull/5248, https://github.com/LMCache/LMCache/issues/5339 (prefetch; open).
 - Remove when: `request_finished` frees the locks of a lookup that was not used.
 """
 
@@ -38,7 +37,7 @@ def fix(connector: Any, request: Any, block_ids: Any) -> Steps:
     free = functools.partial(adapter.free_lookup_locks, token_ids=tokens, start=0, request_id=name, **more)
     is_pending = name in adapter._pending_lookups
     locked = _mp.tokens(tracker, "num_lmcache_hit", _mp.block_size(connector))
-    if not locked and is_pending:  # nothing has read the answer yet. It is None if the server has not answered
+    if not locked and is_pending:  # the answer was not read yet; None if the server has not answered
         locked = adapter.check_lookup_result(name)
     if locked is None or (is_pending and not adapter.is_healthy):
         note(__name__, f"request {name} was aborted during its lookup")
@@ -75,7 +74,7 @@ def fix_step(connector: Any, scheduler_output: Any) -> None:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """End a request with a hit of 512 tokens before its admission. With the bug, its locks are not freed."""
+    """End a request with a hit of 512 tokens before its admission. With the bug, no lock is freed."""
     request = stubs.request(2048)
     connector, _ = _mp.tracked(module, request, num_lmcache_hit=512)
     hook(connector, request, [])
@@ -83,7 +82,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 def step_shows_bug(hook: Any, module: Any) -> bool:
-    """End a request before its lookup is answered, then run a step. With the bug, its locks are not freed."""
+    """End a request before the server answers its lookup, then run a step. With the bug, no lock is freed."""
     request = stubs.request(2048)
     connector, _ = _mp.tracked(module, request, found=None)
     connector.scheduler_adapter._pending_lookups.add(request.request_id)

@@ -3,9 +3,9 @@
 Symptom: No error is logged. After preemptions, prompts that hit the cache return wrong text, until the chunks are
 evicted. (vLLM's statistics show `Preemptions:`. LMCache 0.5.2 and later log `<preempted> by preempted requests`.)
 
-Cause: The server copies the blocks of a store after the step, and the engine does not wait for the copy. A preempted
-request frees its blocks at once, and the next step writes to them. The connector of LMCache up to 0.5.1 and vLLM's copy
-of the connector have no `handle_preemptions`. In LMCache 0.5.2 to 0.5.5 `handle_preemptions` calls
+Cause: The server copies the blocks of a store after the step, and the engine does not wait for the copy. vLLM frees the
+blocks of a preempted request at once, and the next step writes to these blocks. The connector of LMCache up to 0.5.1
+and vLLM's copy of the connector have no `handle_preemptions`. In LMCache 0.5.2 to 0.5.5 `handle_preemptions` calls
 `flush_inflight_stores`, which does nothing on CUDA (transfer_context/worker_transfer.py 0.5.5:648).
 
 Fix: The scheduler marks the metadata of a step that comes after a preemption. When a worker gets marked metadata, it
@@ -78,7 +78,7 @@ def connector_shows_bug(hook: Any, module: Any) -> bool:
 
 
 def own_shows_bug(hook: Any, module: Any) -> bool:
-    """Call `flush_inflight_stores`, as LMCache's own `handle_preemptions` does. With the bug, it does not wait."""
+    """Call `flush_inflight_stores`, as LMCache's `handle_preemptions` does. With the bug, the call does not wait."""
     store = stubs.Stub(query=lambda: False, wait=stubs.Calls())
     context = stubs.Stub(
         _inflight_lock=nullcontext(), _inflight_stores=[store], _store_settled=lambda each: False, _mq_timeout=1.0
@@ -88,7 +88,7 @@ def own_shows_bug(hook: Any, module: Any) -> bool:
 
 
 def base_shows_bug(hook: Any, module: Any) -> bool:
-    """Return True if the base class does not wait. Connectors that store within the step need no wait."""
+    """Return True if `handle_preemptions` of vLLM's base class does not wait for a store in flight."""
     store = stubs.Stub(query=lambda: False, wait=stubs.Calls())
     hook(_worker(store), stubs.Stub())
     return not store.wait

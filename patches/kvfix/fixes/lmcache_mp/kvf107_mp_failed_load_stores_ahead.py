@@ -3,15 +3,15 @@
 Symptom: Only `Recovered from KV load failure: 1 request(s) rescheduled` is logged. Later, all requests that hit a chunk
 with these blocks return wrong text, until the chunk is evicted.
 
-Cause: The tracker estimates the number of computed tokens (lmcache_mp_metadata.py 0.5.6:275). It adds the tokens that
-were scheduled after the lookup to the larger hit, vLLM's or LMCache's. For example, vLLM has 64 tokens and LMCache has
-128. The load fails and vLLM continues at 64, but the tracker still counts from 128. When 144 tokens are computed, the
-tracker counts 208. LMCache then stores the tokens 128 to 192.
+Cause: The tracker estimates the number of computed tokens (lmcache_mp_metadata.py 0.5.6:275). The estimate is the
+larger hit (vLLM's or LMCache's) plus the tokens that were scheduled since the lookup. For example, vLLM has a hit of 64
+tokens, and LMCache has a hit of 128. The load fails and vLLM continues at token 64, but the tracker counts from 128.
+When vLLM has computed 144 tokens, the estimate is 208. LMCache then stores the tokens 128 to 192.
 
 Fix: The fix acts before `build_connector_meta`, on a request that is scheduled for the first time since its lookup. If
-the request has fewer computed tokens than the hits of its tracker, the fix makes the tracker count from vLLM's number
-of computed tokens. LMCache stores again the part of the hit that was not loaded, because the cache may have lost it.
-- Remove when: The tracker gets the report of a failed load.
+the request has fewer computed tokens than the larger hit, the fix makes the tracker count from the computed tokens.
+LMCache then also stores the tokens of the hit that were not loaded.
+- Remove when: The connector tells the tracker that a load has failed.
 """
 
 from kvfix.fixes import _closed, _mp
@@ -50,7 +50,7 @@ def _count_from(connector: Any, tracker: Any, computed: int) -> None:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A load of the tokens 256 to 1024 fails, and 1024 are scheduled. With the bug, a store ends beyond 1280."""
+    """Let a load of the tokens 256 to 1024 fail, and schedule 1024 tokens. With the bug, a store ends beyond 1280."""
     counts = {"num_vllm_hit": 256, "num_lmcache_hit": 1024, "num_stored": 1024}
     connector, tracker = _mp.tracked(module, stubs.request(4096), **counts)
     tracker.state = module.LMCacheMPRequestState.READY

@@ -4,10 +4,10 @@ Symptom: With `--enable-prompt-embeds`, a prompt of embeddings returns the text 
 same length. A prompt whose token ids are zeros also returns that text.
 
 Cause: For a request with embeddings, vLLM sets `all_token_ids` to zeros (v1/request.py 0.32.0:148), and the connector
-builds its keys from them (lmcache_mp_connector.py 0.5.6:1288).
+builds its cache keys from these zeros (lmcache_mp_connector.py 0.5.6:1288).
 
-Fix: The fix returns no hit for a request with `prompt_embeds` and sends no lookup. Its tracker counts all of its tokens
-as stored, so nothing is stored. vLLM's own prefix cache, which hashes the embeddings, works as before.
+Fix: For a request with `prompt_embeds`, the fix sends no lookup and returns no hit. The tracker counts all tokens of
+the request as stored, so LMCache stores none. vLLM's own prefix cache, which hashes the embeddings, works as before.
 - Upstream: https://github.com/vllm-project/vllm/issues/42119 (closed as stale).
 - Remove when: The connector distinguishes embeddings from tokens.
 """

@@ -2,13 +2,13 @@
 
 Symptom: No error is logged. After chunked prefill, hits return wrong text until the chunks are evicted.
 
-Cause: A worker keeps only one store for each request: the next store replaces the previous store
-(vllm_multi_process_adapter.py 0.5.6:1848). `finished_stores` keeps the id of a request whose first store has ended.
-When the request ends, the worker finds this id and reports all stores of the request as done (0.5.6:2651). vLLM frees
-the blocks and other requests write to them, but the server still copies the last chunks.
+Cause: A worker keeps only the future of a request's last store (vllm_multi_process_adapter.py 0.5.6:1848).
+`finished_stores` keeps the id of a request whose first store has ended. When the request ends, the worker finds this id
+and reports all stores of the request as done (0.5.6:2651). vLLM frees the blocks and other requests write to these
+blocks, but the server still copies the last chunks.
 
-Fix: The fix joins all stores of a request into one. The worker sees this joined store as done only when all stores of
-the request are done. An earlier store that has already ended no longer marks the request as done.
+Fix: The fix joins the futures of all stores of a request into one future. This future is done only when all stores are
+done. The end of an earlier store no longer marks the request as done.
 - Upstream: https://github.com/LMCache/LMCache/issues/3640 (the futures of a request overwrite each other).
 - Remove when: The worker keeps all stores of a request.
 """
@@ -20,17 +20,14 @@ from kvfix.fixes.api import MP_WORKER_ADAPTER, Any, Fix, Steps, View, fix_around
 
 
 def both(first: Any, second: Any) -> Any:
-    """Return one future for the stores of a request. first: the future of one or several earlier stores.
-
-    A request may have 1,000 stores in flight, so the future asks the stores in a loop instead of nested calls.
-    """
+    """Return one future for all stores of a request. first: the future of one or several earlier stores."""
     stores = [*getattr(first, "_kvfix_stores", (first,)), second]
     asks = {name: functools.partial(_ask, stores, name) for name in ("query", "wait", "result")}
     return View(second, _kvfix_stores=stores, **asks)
 
 
 def _ask(stores: list[Any], name: str, *args: Any, **kwargs: Any) -> Any:
-    for store in stores:
+    for store in stores:  # no nested calls, because a request may have 1,000 stores in flight
         answer = getattr(store, name)(*args, **kwargs)
         if not answer:
             break
@@ -52,7 +49,7 @@ def fix(adapter: Any, request_id: str, *_: Any, **__: Any) -> Steps:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Start two stores after one that has ended, and end only the second. With the bug, all stores count as done."""
+    """After a store has ended, start two stores and end the second one. With the bug, all stores count as done."""
     stores = [stubs.Stub(query=lambda: False), stubs.Stub(query=lambda: True)]
     for store in stores:
         store.to_cuda_future = lambda store=store: store  # the hook of 0.4.5 sends the request

@@ -1,14 +1,14 @@
 """A failed load also fails other requests that only share computed blocks with the loading request.
 
 Symptom: vLLM logs `Failing 2 request(s) due to KV load failure`, with ids of requests that loaded nothing or finished
-loading long ago. These requests share a prefix with the failed one, such as a system prompt. With
-`kv_load_failure_policy=recompute` they recompute tokens that they already had.
+loading long ago. These requests share a prefix, such as a system prompt, with the request whose load failed. With
+`kv_load_failure_policy=recompute` vLLM computes tokens of these requests again.
 
 Cause: A load begins at the start of a chunk, but does not write the blocks that vLLM has already computed
 (`skip_first_n_tokens`, lmcache_mp_metadata.py 0.5.6:387). If the load fails, the worker reports all blocks of the chunk
-(vllm_multi_process_adapter.py 0.5.6:1924), and vLLM fails every request that has one of them.
+(vllm_multi_process_adapter.py 0.5.6:1924), and vLLM fails every request that has one of these blocks.
 
-Fix: The fix removes the skipped blocks from the blocks that the worker reports if the load fails.
+Fix: If a load fails, the worker reports only the blocks that the load writes.
 - Remove when: The worker keeps only the blocks that a load writes.
 """
 
@@ -29,7 +29,7 @@ def fix(adapter: Any, answer: Any, request_id: str, op: Any, *_: Any, **__: Any)
 
 
 def _skipped(op: Any) -> list[int]:
-    """Return the blocks that the load does not write, or [] with several KV groups, where LMCache reports requests."""
+    """Return the blocks that the load does not write; [] for several KV groups, because LMCache then reports ids."""
     blocks = op.block_ids
     if blocks and isinstance(blocks[0], list):
         if len(blocks) > 1:
@@ -39,7 +39,7 @@ def _skipped(op: Any) -> list[int]:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Load blocks 3 to 6 from a silent server. vLLM has computed block 3. With the bug, block 3 is reported too."""
+    """Load blocks 3 to 6 from a silent server. vLLM has computed block 3. The bug also reports block 3 as failed."""
     adapter = _mp.worker_side(is_healthy=False)
     op = module.LoadStoreOp(token_ids=[0] * 64, block_ids=[3, 4, 5, 6], start=0, end=64, skip_first_n_tokens=16)
     hook(adapter, stubs.NAME, op, None)

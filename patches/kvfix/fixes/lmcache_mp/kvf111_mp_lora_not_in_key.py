@@ -2,10 +2,10 @@
 
 Symptom: No error is logged. With `--enable-lora`, a prompt gets KV that another adapter or the base model has cached.
 
-Cause: The key consists of the model, the tokens and `cache_salt` (lmcache_mp_metadata.py 0.5.6:91). The adapter changes
-the KV, but is not in the key. vLLM's own prefix cache has the name of the adapter in its hashes.
+Cause: The cache key consists of the model, the tokens and `cache_salt` (lmcache_mp_metadata.py 0.5.6:91). The LoRA
+adapter changes the KV, but is not in the key. The hashes of vLLM's own prefix cache include the adapter's name.
 
-Fix: For a request with a LoRA, the fix sets the tracker's `cache_salt` to the request's salt plus the adapter's name.
+Fix: For a request with a LoRA adapter, the fix adds the adapter's name to the tracker's `cache_salt`.
 
 Mixed roll-out: Install the fix on all engines that share a server, or on none of them. The server does not need the
 fix. An engine with the fix does not find the chunks that an engine without the fix has stored for requests with a LoRA.
@@ -22,7 +22,7 @@ from kvfix.fixes.api import LMCACHE_MP, LMCACHE_MP_0201, VLLM_MP, Any, Fix, Owne
 
 
 def _own_salt(tracker: Any, answer: None, request: Any, *_: Any, **__: Any) -> None:
-    """Set a salt that no other request has. The request finds nothing, and no request finds its stores."""
+    """Set a salt that no other request has. So no other request shares chunks with this request."""
     tracker.cache_salt = f"kvfix-{request.request_id}"
     return answer
 
@@ -32,7 +32,7 @@ def fix(tracker: Any, answer: None, request: Any) -> None:
     lora = getattr(request, "lora_request", None)
     if lora is not None:
         note(__name__, f"request {request.request_id} has a LoRA adapter")
-        # This name is the same on every host. Its characters are safe in file names and keys.
+        # The hash is the same on every host, and its characters are safe in file names and keys.
         name = hashlib.sha256(lora.lora_name.encode()).hexdigest()[:16]
         tracker.cache_salt = f"{request.cache_salt or ''}+lora-{name}"
 

@@ -6,7 +6,7 @@ there is no external hit until vLLM restarts. The line `LMCache server is health
 Cause: LMCache creates the collection of heartbeats as an empty dict (vllm_multi_process_adapter.py 0.5.5:731). The
 function that starts the heartbeats does nothing if the collection is not None (0.5.5:756). An empty dict is not None.
 
-Fix: If there are no heartbeats after `_ensure_heartbeat_started`, the fix starts them, as this function should.
+Fix: If `_ensure_heartbeat_started` has started no heartbeat, the fix starts the heartbeats.
 - Upstream: https://github.com/LMCache/LMCache/pull/5233, in 0.5.6.
 """
 

@@ -29,7 +29,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
     start, send = stubs.Calls(), stubs.Calls()
     adapter = stubs.Stub(_send_register_kv_caches_request=send, _ensure_heartbeat_started=start)
     adapter.lmcache_tokens_per_chunk = 256
-    # With layout_hints the hook does not read the layout from the tensors; before 0.5.5 the parameter does not exist.
+    # With layout_hints (from 0.5.5 on), the hook does not need tensors to find the layout.
     hook(adapter, {}, **({"layout_hints": {}} if "layout_hints" in inspect.signature(hook).parameters else {}))
     return not start
 

@@ -1,12 +1,12 @@
 """Chunks stay locked until a timeout: LMCache releases the locks of a request with a `cache_salt` under another key.
 
 Symptom: vLLM logs nothing. With `cache_salt`, chunks that vLLM already holds stay read-locked in the server for the
-read TTL (`read_ttl_seconds`, 300 s). Under pressure the server finds nothing to evict. Other requests may lose locks.
+read TTL (`read_ttl_seconds`, 300 s), and the server cannot evict these chunks. Other requests may lose their locks.
 
 Cause: `update_state_after_alloc` releases the locks of chunks that need no load, but does not pass the salt
 (lmcache_mp_connector.py 0.5.0:1003). The salt is part of the key.
 
-Fix: While the hook runs, the client's `free_lookup_locks` gets the salt of the request.
+Fix: While `update_state_after_alloc` runs, the fix passes the salt of the request to `free_lookup_locks`.
 - Upstream: https://github.com/LMCache/LMCache/issues/3770, fixed in 0.5.1;
   https://github.com/vllm-project/vllm/pull/44097.
 - Remove when: LMCache 0.5.0 is no longer in use, and vLLM's copy passes the salt.
@@ -27,7 +27,7 @@ def fix(connector: Any, request: Any, blocks: Any, num_external_tokens: int) -> 
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Admit a request with a salt; vLLM has its 512 tokens. With the bug, the locks are freed without the salt."""
+    """Admit a request with a salt and a hit that vLLM already has. The bug frees the locks without the salt."""
     request = stubs.request(2048, cache_salt="tenant")
     connector, _ = _mp.tracked(module, request, num_vllm_hit=512, num_lmcache_hit=512)
     hook(connector, request, _mp.BLOCKS, 0)

@@ -1,15 +1,14 @@
 """EngineCore dies: LMCache starts a load for a request that vLLM computes itself, into blocks that are in use.
 
 Symptom: EngineCore dies with a bare `AssertionError` at `assert RequestStatus.is_finished(req.status)` in
-`_update_from_kv_xfer_finished`. The crash needs a hit, and one of these:
+`_update_from_kv_xfer_finished`. The crash needs a hit, and either `prompt_logprobs` (vLLM then reads no cache) or a
+MultiConnector that has chosen another connector.
 
-- `prompt_logprobs`, with which vLLM reads no cache
-- a MultiConnector that has chosen another connector
+Cause: `update_state_after_alloc` starts a load if LMCache's hit is longer than vLLM's hit (lmcache_mp_connector.py
+0.5.4:850), even if vLLM takes 0 tokens of LMCache's hit (`num_external_tokens`).
 
-Cause: `update_state_after_alloc` starts a load if the hit is larger than the number of tokens that vLLM has
-(lmcache_mp_connector.py 0.5.4:850). The hook does so even if vLLM takes 0 tokens of the hit (`num_external_tokens`).
-
-Fix: If vLLM takes nothing, the fix tells the hook that vLLM has the hit, so the hook frees all locks and loads nothing.
+Fix: If vLLM takes 0 tokens, the fix sets vLLM's own hit to at least LMCache's hit while `update_state_after_alloc`
+runs. The function then frees all locks and starts no load.
 - Upstream: https://github.com/LMCache/LMCache/issues/4355, fixed in 0.5.5.
 - Remove when: LMCache 0.5.4 is no longer in use.
 """

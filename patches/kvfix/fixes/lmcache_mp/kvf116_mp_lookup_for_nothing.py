@@ -1,13 +1,13 @@
 """Chunks stay locked until a timeout: LMCache looks up a request that reads no cache, and never releases the locks.
 
-Symptom: vLLM logs nothing. Chunks stay read-locked in the server for the read TTL (`read_ttl_seconds`, 300 s), and
-under pressure the server finds nothing to evict. This happens with `prompt_logprobs` and with pooling without cache.
+Symptom: vLLM logs nothing. If a request has `prompt_logprobs`, or is a pooling request without cache, its chunks stay
+read-locked in the server for the read TTL (`read_ttl_seconds`, 300 s). The server cannot evict these chunks.
 
 Cause: vLLM asks the connector for every request and drops the answer for a request with `skip_reading_prefix_cache`
 (scheduler.py 0.32.0:983). vLLM admits the request even if the lookup is still running. The connector then deletes the
-lookup (lmcache_mp_connector.py 0.5.6:1432), and releases no lock, because it does not know the hit.
+lookup (lmcache_mp_connector.py 0.5.6:1432), and releases no lock, because the connector does not know the hit yet.
 
-Fix: The fix returns no hit for a request that reads no cache, and sends no lookup. The request is stored as before.
+Fix: For a request that reads no cache, the fix sends no lookup and returns no hit. LMCache still stores the request.
 - Remove when: The connector sends no lookup for a request that reads no cache.
 """
 

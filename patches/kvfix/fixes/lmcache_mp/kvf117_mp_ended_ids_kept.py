@@ -1,16 +1,15 @@
 """The worker leaks the id of every ended request, and a request that reuses an id never frees its blocks.
 
-Symptom: At first, only the memory of each worker grows, by 100 to 150 bytes per request. If a client can choose ids and
-reuses one, the blocks of that request are never freed, and the KV cache fills up.
+Symptom: The memory of each worker grows by 100 to 150 bytes per request. If a client can choose request ids and uses an
+id again, vLLM never frees the blocks of the second request, and the KV cache fills up.
 
 Cause: The adapter keeps all ids that it has reported as done (`_returned_finished`, vllm_multi_process_adapter.py
-0.5.6:2034). It must report an id only once, but with asynchronous scheduling two steps may ask about the id.
+0.5.6:2034). With asynchronous scheduling two steps may ask about the same id, but the adapter must report it only once.
 
 Fix: The fix keeps the last 32 to 64 ids, and always all ids of the last step in which requests ended.
 - Releases: LMCache 0.4.3 to 0.5.6, with its own connector and with vLLM's copy.
-- Upstream: https://github.com/LMCache/LMCache/issues/5339 (open); https://github.com/LMCache/LMCache/pull/5363 (open)
-  bounds the number of ids. The bug was found before in the review of a fork:
-  https://github.com/local-inference-lab/vllm/pull/525.
+- Upstream: https://github.com/LMCache/LMCache/issues/5339 (open), https://github.com/LMCache/LMCache/pull/5363 (open),
+  https://github.com/local-inference-lab/vllm/pull/525 (a fork whose review found the bug first).
 - Remove when: `_returned_finished` is emptied.
 """
 
@@ -22,15 +21,12 @@ KEPT = 32
 
 
 class Recent(set[str]):
-    """A set that forgets ids. When it has more than KEPT new ids, it drops its old ids, and the new ids become old.
-
-    LMCache calls `update` in each step and `in` once per ended request. `in` drops ids, but none of the last `update`.
-    """
+    """A set that forgets ids. When it has more than KEPT new ids, it drops its old ids, and the new ids become old."""
 
     old: frozenset[str] = frozenset()
 
     def __contains__(self, request_id: object) -> bool:
-        if len(self) > KEPT:
+        if len(self) > KEPT:  # checked here and not in `update`, so that the ids of the last `update` remain
             note(__name__, f"{len(self.old)} ids of ended requests are dropped")
             self.old = frozenset(self)
             self.clear()

@@ -3,21 +3,22 @@
 Symptom: No error is logged. Prompts that hit the cache return wrong text, until the chunks are evicted. The model has
 layers of full attention and of sliding windows (Gemma, gpt-oss).
 
-Cause: vLLM keeps only the blocks of a window. After a prefix hit, the request's list has null block 0 in place of the
-blocks before the window. vLLM frees more blocks as the window moves on. LMCache's tracker has its own list for later
-stores, and only adds blocks to this list (`slice_block_ids_per_group`, v1/multiprocess/group_view.py 0.5.6:180).
+Cause: For a layer with a sliding window, vLLM keeps only the blocks of the window. After a prefix hit, the request's
+block list has null block 0 in place of the blocks before the window. vLLM frees more blocks as the window moves on.
+LMCache's tracker has its own list for later stores, and only adds blocks to this list (`slice_block_ids_per_group`,
+v1/multiprocess/group_view.py 0.5.6:180). The tracker's list is wrong in two cases:
 
-The list is wrong in two cases. In the first case, vLLM has a prefix hit on tokens that LMCache has evicted, and the
-blocks in the list are null blocks. (Up to 0.5.5 this happens after every prefix hit in vLLM for which LMCache has no
-chunk.) In the second case, a failed load has set the tracker's hit to 0 (lmcache_mp_connector.py 0.5.6:1288). Then a
-chunk is stored late, when other requests already have its blocks.
+- vLLM has a prefix hit on tokens that LMCache has evicted (up to 0.5.5, on any tokens that LMCache does not have). The
+  blocks of these tokens in the tracker's list are null blocks.
+- A failed load has set the tracker's hit to 0 (lmcache_mp_connector.py 0.5.6:1288). LMCache then stores a chunk late,
+  when other requests already have the chunk's blocks.
 
-The server leaves a chunk out only if all blocks of all its groups are null (modules/lmcache_driven_transfer.py
-0.5.6:86). So the chunk gets a valid key with wrong KV. A later hit that ends at this chunk reads the wrong KV.
+The server leaves out a chunk only if all blocks of all its KV groups are null (modules/lmcache_driven_transfer.py
+0.5.6:86). So the server stores wrong KV under a valid key. A later hit that ends at this chunk reads the wrong KV.
 
-Fix: The fix cuts a store before the first chunk that has a null or freed window block. The request stores no later
-chunk, because no prefix hit would find it. With `--separate-object-groups` the server could store the full-attention
-part of these chunks, but the fix does not send that part.
+Fix: The fix ends a store before the first chunk that has a null or freed window block. LMCache stores no later chunk of
+the request, because no prefix hit would find a later chunk. With `--separate-object-groups`, the server could still
+store full-attention layers of later chunks, but the fix leaves out these layers too.
 - Releases: LMCache 0.4.7 to 0.5.6. Earlier releases were not tested with several KV groups.
 - Remove when: LMCache stores no block that vLLM has removed from the request's list.
 """
@@ -28,7 +29,7 @@ from kvfix.fixes.api import LMCACHE_MP, Any, Fix, fix_after, note
 
 @fix_after(when=_windows.has_transfers, on_fault=_closed.drop_stores)
 def fix(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> None:
-    """Cut the step's stores before the first chunk whose window blocks vLLM does not have."""
+    """End each store of the step before the first chunk whose window blocks vLLM does not have."""
     computed, windows, chunk = _windows.computed(scheduler_output), _windows.of(connector), _mp.chunk_size(connector)
     for meta in list(metadata.requests):
         if meta.direction != "STORE" or meta.request_id not in computed:
@@ -63,13 +64,13 @@ def _whole_until(op: Any, windows: dict[int, tuple[int, int]], chunk: int, compu
 
 
 def new_shows_bug(hook: Any, module: Any) -> bool:
-    """Schedule a request with 512 computed tokens and null blocks before its window. The bug stores them."""
+    """Schedule a request with 512 computed tokens and null blocks before its window. The bug stores null blocks."""
     connector = _windows.scheduler_side(module, 256, list(range(1, 65)), [0] * 16 + list(range(65, 113)), computed=512)
     return any(0 in meta.op.block_ids[1] for meta in _windows.stored(hook, module, connector, 512, 512)[1:])
 
 
 def cached_shows_bug(hook: Any, module: Any) -> bool:
-    """768 tokens are computed, and the tracker has none. With the bug, the first 256 of them are stored."""
+    """Let the tracker count 0 of 768 computed tokens. The bug stores tokens whose window blocks are freed."""
     connector = _windows.scheduler_side(module, 256, list(range(1, 65)), list(range(65, 129)), computed=0)
     return len(_windows.stored(hook, module, connector, 768, 256, blocks=[])) > 1
 

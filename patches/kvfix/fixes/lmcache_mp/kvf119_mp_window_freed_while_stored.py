@@ -5,16 +5,16 @@ model has full attention, and sliding windows (Gemma, gpt-oss) or recurrent stat
 
 Cause: The server copies the blocks of a store after the step, and the engine does not wait for the copy. In the next
 step the window begins at a later token. vLLM frees the blocks before the window at once (`remove_skipped_blocks`,
-v1/core/single_type_kv_cache_manager.py 0.32.0:672). vLLM may give these blocks to another request in the same step. For
+v1/core/single_type_kv_cache_manager.py 0.32.0:672), and may give these blocks to another request in the same step. For
 layers with states, vLLM keeps only the state of the last step and frees the earlier states.
 
 At the end of a request, vLLM also frees the blocks before the window at once (scheduler.py 0.32.0:3025). vLLM frees the
 other blocks of the request only when the stores have ended. LMCache waits for its stores only after a preemption
 (`need_flush_before_forward`, lmcache_mp_connector.py 0.5.6:1478).
 
-Fix: The fix records which blocks of a window are being stored, and which of these blocks vLLM has freed. When a step
-uses a freed block, the fix sets the metadata flag that LMCache sets after a preemption. Before the step, the workers
-then wait for the stores in flight, at most LMCache's `mq_timeout` for each store. Up to 0.5.5 this needs KVF106.
+Fix: The fix records the window blocks and state blocks in stores, and which of these blocks vLLM has freed. When a step
+uses a freed block, the fix sets the metadata flag that LMCache sets after a preemption. The workers then wait before
+the step for the stores in flight, at most LMCache's `mq_timeout` for each. Up to LMCache 0.5.5 the fix needs KVF106.
 - Releases: LMCache 0.4.7 to 0.5.6. Earlier releases were not tested with several KV groups.
 - Remove when: vLLM or LMCache keeps a block until the block is stored.
 """
@@ -24,22 +24,19 @@ from dataclasses import dataclass, field
 from kvfix.fixes import _closed, _windows
 from kvfix.fixes.api import LMCACHE_MP, Any, Fix, fix_after, note, stubs
 
-#: The most freed blocks that a step checks one by one. If there are more, the step waits for the stores in flight.
+#: If vLLM has freed more than _MOST blocks, the step waits for the stores in flight without a check of each block.
 _MOST = 1024
 
 
 @dataclass
 class Stored:
-    """The blocks of one window in a store that may be in flight. The first block begins at token `first`.
-
-    computed: tokens of the request after the last step. When the request ends, vLLM uses this number to free blocks.
-    """
+    """The blocks of one window in a store that may be in flight."""
 
     window: tuple[int, int]
     request: str
-    first: int
+    first: int  # the token at which the first block begins
     blocks: list[int]
-    computed: int
+    computed: int  # tokens of the request after its last step; when the request ends, vLLM frees blocks by this number
 
     def leave(self, computed: int) -> list[int]:
         """Remove and return the blocks that vLLM frees when the request has this number of computed tokens."""
@@ -52,7 +49,7 @@ class Stored:
 
 @dataclass
 class Stores:
-    """The blocks in stores that may be in flight. held: vLLM has not freed them. freed: vLLM has freed them."""
+    """The blocks in stores that may be in flight. held: not freed by vLLM yet. freed: ids of the freed blocks."""
 
     held: list[Stored] = field(default_factory=list)
     freed: set[int] = field(default_factory=set)
@@ -97,7 +94,7 @@ def fix(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> No
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Store 256 tokens with a window of 16; the next step uses their blocks. With the bug, no worker waits."""
+    """Store 256 tokens with a window of 16, and use their blocks in the next step. With the bug, no worker waits."""
     connector = _windows.scheduler_side(module, 16, list(range(1, 65)), list(range(65, 129)), computed=0)
     connector._gpu_block_pool = stubs.Stub(blocks=[stubs.Stub(ref_cnt=1)] * 129)
     _windows.stored(hook, module, connector, 0, 256, blocks=[])

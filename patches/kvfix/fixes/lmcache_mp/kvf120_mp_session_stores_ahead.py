@@ -5,10 +5,10 @@ session (streaming input) return wrong text.
 
 Cause: The tracker adds up the tokens of all steps (`num_scheduled_tokens`, lmcache_mp_metadata.py 0.5.6:273). The sum
 includes rejected drafts, and tokens that vLLM dropped because they were in flight when a turn ended. While vLLM
-generates, LMCache stores no more tokens than the request has. When new input comes, the request has many more tokens
-than vLLM has computed, and LMCache stores chunks that are not computed yet.
+generates, the sum does no harm, because LMCache stores no more tokens than the request has. When new input comes, the
+request has many more tokens than vLLM has computed, and LMCache stores chunks that are not computed yet.
 
-Fix: If vLLM schedules a tracked request as new, the fix sets the sum to the number of tokens that vLLM has computed.
+Fix: If a request that vLLM schedules as new has a tracker already, the fix sets the sum to vLLM's computed tokens.
 - Releases: LMCache 0.4.5 to 0.5.5, and 0.5.6 with `lmcache.mp.save_decode_cache`; 0.4.4 to 0.5.5 with
   lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.33.0.
 - Remove when: `_process_new_requests` sets the count from `num_computed_tokens`.
@@ -28,7 +28,7 @@ def fix(connector: Any, scheduler_output: Any, metadata: Any) -> None:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Schedule 16 tokens of a session with 100 computed tokens and a count of 400. With the bug, the count is 416."""
+    """Schedule 16 tokens of a session with 100 computed tokens and a sum of 400. With the bug, the sum is then 416."""
     connector, tracker = _mp.tracked(module, stubs.request(2048))
     tracker.num_scheduled_tokens = 400
     new = stubs.Stub(req_id=stubs.NAME, num_computed_tokens=100)

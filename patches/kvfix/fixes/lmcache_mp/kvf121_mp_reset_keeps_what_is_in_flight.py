@@ -5,12 +5,12 @@ reset_connector=True)` returns True. Later requests hit KV of the old weights an
 
 Cause: `reset_cache` (0.5.6 lmcache_mp_connector.py:1201) asks the servers to clear the chunks that have no lock, and
 returns True. A chunk of a store in flight has a lock. When the store is done, KV of the old weights has a valid key.
-The lookup of a waiting request also locks the chunks that it finds. These chunks are loaded after the reset.
+The lookup of a waiting request also locks the chunks that it finds. LMCache loads these chunks after the reset.
 
 Fix: `reset_cache` returns False if vLLM still has requests that run, wait, or have ended with a store in flight. Call
-the reset again when the requests have ended. LMCache never clears the L2 of a server (`--l2-adapter`,
-v1/distributed/storage_manager.py:1244-1255). `reset_cache` still returns True, so empty the L2 yourself.
-- Releases: LMCache 0.5.6. Earlier releases and vLLM's copy of the connector have no `reset_cache`: KVF029.
+`reset_prefix_cache` again when the requests have ended. Empty the L2 of a server (`--l2-adapter`) yourself, because
+LMCache never clears the L2 (v1/distributed/storage_manager.py:1244-1255), and `reset_cache` still returns True.
+- Releases: LMCache 0.5.6. Earlier releases and vLLM's copy of the connector have no `reset_cache` (see KVF029).
 - Remove when: The server drops chunks that were in use during a reset, as soon as they are free.
 """
 
@@ -25,7 +25,7 @@ def fix(impl: Any, answer: bool) -> bool:
 
 @fix_before(on_fault=_closed.refuse)
 def fix_scheduler(scheduler: Any) -> None:
-    """Tell the connector how many requests vLLM has. The connector does not know requests that have ended."""
+    """Tell the connector how many requests vLLM has. The connector itself does not know the ended requests."""
     for each in _scheduler.connectors(scheduler):
         if hasattr(each, "request_trackers"):
             each._kvfix_requests = len(scheduler.requests)

@@ -1,7 +1,7 @@
 """Wrong text after a late heartbeat: the server runs transfers that the worker dropped, in other requests' blocks.
 
 Symptom: The worker logs `LMCache server is unhealthy — entering degraded mode`, and later `LMCache server is healthy
-again`. After that, running requests return wrong text with HTTP 200. Hits do so until the chunks are evicted.
+again`. Then running requests, and later cache hits until the chunks are evicted, return wrong text with HTTP 200.
 
 Cause: A worker counts as unhealthy if its ping gets no answer within 10 seconds (`lmcache.mp.heartbeat_interval`,
 vllm_multi_process_adapter.py 0.5.6:583). `get_finished` then drops the futures of all transfers, and reports the loads
@@ -11,12 +11,12 @@ But LMCache does not cancel the transfers. If the server was only slow or paused
 late load overwrites the KV of the requests that have the blocks by then. A late store saves the KV of these requests
 under wrong keys. After a preemption, an unhealthy worker does not wait for its stores in flight (0.5.6:2403).
 
-Fix: While the worker is unhealthy and connected, `get_finished` reports only transfers that the server has answered.
-After a preemption the worker waits for the stores in flight. The worker waits at most `mq_timeout` for each store.
+Fix: While the worker is unhealthy but connected, `get_finished` reports only transfers that the server has answered.
+After a preemption the worker waits for the stores in flight, at most `mq_timeout` for each store.
 
-If the connection is lost because the server's process has ended, the fix reports the transfers in flight as failed.
-Until the client is connected again, LMCache works as it does without the fix. If a server hangs for ever, the blocks of
-its transfers stay in use until the server's process ends. With gRPC the fix changes nothing.
+If the server's process has ended, and the connection with it, the fix reports the transfers in flight as failed. Until
+the client is connected again, LMCache works as without the fix. If a server hangs for ever, the blocks of its transfers
+stay in use until the server's process ends. With gRPC the fix changes nothing.
 - Releases: LMCache 0.5.6. kvfix cannot fix the bug in releases up to 0.5.5 (KVF904).
 - Remove when: A worker keeps a transfer until the server has answered or has ended.
 """
@@ -38,7 +38,7 @@ def _silent_server_has_transfers(adapter: Any, *_: Any, **__: Any) -> bool:
 
 
 def _healthy(adapter: Any, *_: Any, **__: Any) -> Any:
-    """Mark the worker as healthy. The worker then waits for its transfers until it misses another heartbeat."""
+    """Mark the worker as healthy. Until the next missed heartbeat, the worker then waits for its transfers."""
     adapter._health_event.set()
     return GO_ON
 
@@ -67,7 +67,7 @@ def fail_transfers(client: Any, answer: Any) -> None:
 
 
 def _unhealthy(module: Any, **more: Any) -> Any:
-    """Return a connected worker that missed a heartbeat. Raise LookupError if it notices no lost connection."""
+    """Return a connected worker that missed a heartbeat. Raise LookupError for a client without `MessagingStream`."""
     if not hasattr(module, "MessagingStream"):  # only a client that watches its connection has this class
         raise LookupError("the client does not watch its connection")
     client = stubs.Stub(_message_queue_client=stubs.Stub(_kvfix_connected=True))

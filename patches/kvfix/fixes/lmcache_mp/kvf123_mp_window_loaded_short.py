@@ -3,16 +3,16 @@
 Symptom: Prompts that hit vLLM's own prefix cache silently return wrong text. The model has layers of full attention and
 of sliding windows, and speculative decoding with more than two modules (`num_speculative_tokens` above 2 with MTP).
 
-Cause: With several modules, the drafter may compute the last tokens again, so vLLM keeps `extra_retained_tokens` in
-front of a window (v1/core/single_type_kv_cache_manager.py 0.32.0:1154). After a hit vLLM has a block for these tokens,
-counts it as loaded, and caches it under its hash. LMCache registers only the window (kv_cache_groups.py 0.5.6:129), so
-it stores and loads only the window. The block keeps the KV of another request.
+Cause: With several modules, the drafter may compute the last tokens again. So vLLM keeps tokens in front of a window
+(`extra_retained_tokens`, v1/core/single_type_kv_cache_manager.py 0.32.0:1154). After a hit, vLLM has a block for these
+tokens, counts the block as loaded, and caches it. LMCache registers, stores and loads only the window
+(kv_cache_groups.py 0.5.6:129). So nothing is loaded into the block, which keeps the KV of another request.
 
-Fix: The fix registers a longer window with the server: the window plus these tokens, in whole blocks.
+Fix: The fix registers a longer window with the server, which includes these tokens, in whole blocks.
 
 Mixed roll-out: Install the fix on all engines that share a server, or on none of them. The engines register the sliding
 window with the server. If a window is shorter than a chunk, the fix changes the sizes or keys of the stored chunks.
-Stop the engines, empty the server's L2, and start all of them with the fix.
+Stop all engines, empty the server's L2, and start all engines with the fix.
 - Releases: LMCache 0.4.7 to 0.5.6 with vLLM 0.32. Earlier releases of both were not tested with these models.
 - Remove when: `_resolve_per_layer_sw_sizes` adds `extra_retained_tokens`.
 """
@@ -31,7 +31,7 @@ def fix(groups: Any, sizes: list[int], layer_to_idx: Any, num_layers: int) -> li
         specs = _specs(group)
         for name in group.layer_names:
             spec = specs.get(name) or specs[""]
-            if getattr(spec, _EXTRA, 0) > 1:  # the window itself has room for one extra token
+            if getattr(spec, _EXTRA, 0) > 1:  # the registered window includes one extra token
                 kept = spec.sliding_window - 1 + getattr(spec, _EXTRA)
                 whole = -(-kept // spec.block_size) * spec.block_size
                 sizes[layer_to_idx[name]] = max(sizes[layer_to_idx[name]], whole)
@@ -45,7 +45,7 @@ def _specs(group: Any) -> dict[str, Any]:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Register a window of 64 tokens and three extra tokens before it. With the bug, only 64 tokens are registered."""
+    """Register a window of 64 tokens with three extra tokens. With the bug, only 64 tokens are registered."""
     kind = type("SlidingWindowSpec", (), {"sliding_window": 64, "block_size": 16, _EXTRA: 3})
     return bool(hook([stubs.Stub(kv_cache_spec=kind(), layer_names=["layer"])], {"layer": 0}, 1)[0] < 66)
 
@@ -56,6 +56,6 @@ FIX = Fix(
     no_patch={"lmcache": "a patch changes the server's objects, and LMCache must decide what to do with the old ones"},
     attaches=AT_START,  # the windows are registered when the worker starts
     opt_in=True,
-    # The function runs once, at the start. Lookups and loads cannot learn of an error, so kvfix keeps LMCache's answer.
+    # The function runs only at the start, so an error of the fix cannot stop loads. kvfix keeps LMCache's answer.
     on_fault="original",
 )

@@ -3,18 +3,18 @@
 Symptom: No error is logged. Prompts that hit the cache return wrong text, until the chunks are evicted. The model has
 layers with attention and layers with recurrent states (Qwen3-Next, Nemotron-H, Granite 4).
 
-Cause: With `mamba_cache_mode="align"` vLLM keeps a state only at the end of each step. For every other block the
-request's list has null block 0 (`MambaManager.allocate_new_blocks`, v1/core/single_type_kv_cache_manager.py
-0.32.0:1780). vLLM frees the state before the last one (:1624). LMCache's tracker keeps the list as vLLM first gave it.
+Cause: With `mamba_cache_mode="align"` vLLM keeps a state only at the end of each step. In place of every other block,
+the request's list has null block 0 (`MambaManager.allocate_new_blocks`, v1/core/single_type_kv_cache_manager.py
+0.32.0:1780). vLLM frees each earlier state (:1624), but LMCache's tracker keeps the freed block in its list.
 
-For each chunk, the server stores the state that the chunk's last block holds. The server leaves the state out only if
-all blocks of the chunk are null (modules/lmcache_driven_transfer.py 0.5.6:86). In a chunk of several blocks an earlier
-block may hold a state. The server then stores the last block, although it is null. After a failed load, LMCache stores
-a chunk late, when its block already belongs to another request.
+For each chunk, the server stores the state that the chunk's last block holds. The server leaves out the state only if
+all blocks of the chunk are null (modules/lmcache_driven_transfer.py 0.5.6:86). In a chunk of several blocks, an earlier
+block may hold a state. The server then stores the last block, although this block is null. After a failed load, LMCache
+stores a chunk late, when another request already has the chunk's block.
 
-Fix: The fix acts after the hooks that add stores to the step's metadata. A step has states only where it begins and
-where it ends. If a chunk ends elsewhere, the fix sets its blocks in the state group to null. The server then leaves the
-state out, and no hit ends at this chunk. This needs `lmcache server --separate-object-groups`. Without it, see KVF125.
+Fix: vLLM has a state only where a step begins and where the step ends. If a stored chunk ends elsewhere, the fix sets
+the chunk's blocks in the state group to null. The server then leaves out the state, and no hit ends at this chunk. The
+fix needs `lmcache server --separate-object-groups`. Without this option, see KVF125.
 - Releases: LMCache 0.5.4 to 0.5.6. According to their source code, 0.4.7 to 0.5.3 have the bug too. The server of 0.4.7
   to 0.5.3 stores null blocks of every model (KVF125).
 - Remove when: The server leaves out a state whose own block is null, and the tracker removes freed blocks.
@@ -54,7 +54,7 @@ def new_shows_bug(hook: Any, module: Any, computed: int = 0, **blocks: Any) -> b
 
 
 def cached_shows_bug(hook: Any, module: Any) -> bool:
-    """Do the same as `new_shows_bug` for a running request with 256 computed tokens and no store."""
+    """Do the same as `new_shows_bug`, for a running request with 256 computed tokens and no earlier store."""
     return new_shows_bug(hook, module, computed=256, blocks=[])
 
 

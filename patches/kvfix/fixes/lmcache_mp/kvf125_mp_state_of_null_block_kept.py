@@ -5,12 +5,12 @@ attention layers and layers with states (Mamba, GDN: Qwen3-Next, Nemotron-H, Gra
 `lmcache server`, one step with more tokens than a block triggers the bug.
 
 Cause: With `mamba_cache_mode="align"`, vLLM keeps only the state block at the end of a step. All other blocks of the
-state are null block 0. The server leaves a chunk out only if all blocks of all KV groups in its object are null
-(`all_null_chunk_masks`, modules/lmcache_driven_transfer.py 0.5.6:85). By default all KV groups are in one object, and
-the blocks of attention are never null. So the server stores the chunk with the null block as its state.
+state are null block 0. The server stores a chunk as one or several objects. It leaves out an object only if all blocks
+of all KV groups in the object are null (`all_null_chunk_masks`, modules/lmcache_driven_transfer.py 0.5.6:85). By
+default one object has all KV groups, and the blocks of attention are never null. So the server stores a null block.
 
-Fix: The fix acts in the server. The server then also leaves out a chunk whose last block is null in any KV group of the
-object. For a state, the server stores only the last block. A hit reads a sliding window up to the last block.
+Fix: With the fix, the server also leaves out an object if the chunk's last block is null in any KV group of the object.
+The last block matters, because it is the only stored block of a state, and the end of a sliding window.
 
 Start the server with the fix: `kvfix run -- lmcache server ...`. The engines do not need the fix. Delete the files of
 the server's L2 adapters first, because chunks that were stored wrong stay wrong. With `--separate-object-groups` hits
@@ -22,7 +22,7 @@ are longer. Without this option all KV groups are in one object, so a hit ends b
 from kvfix.fixes.api import AT_START, MP_SERVER_TRANSFER, Any, Fix, fix_after, stubs
 
 
-# After an error of the fix, every chunk is left out of the store.
+# After an error, the fix leaves every chunk out of the store.
 @fix_after(on_fault=lambda block_ids, masks, *_, **__: [[True] * len(each) for each in masks])
 def fix(
     block_ids: Any, masks: list[list[bool]], object_groups: Any, blocks_per_chunk: Any, chunks: int, null: int = 0

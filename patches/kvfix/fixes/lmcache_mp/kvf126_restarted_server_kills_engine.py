@@ -13,10 +13,9 @@ At the worker's next store the new server raises an error, and sends no answer (
 0.5.6:725). With engine-driven transfer the step waits 300 seconds for that answer (`lmcache.mp.mq_timeout`). vLLM's
 timeout for the step is also 300 seconds. Calls in flight when the server ended get no answer either.
 
-Fix: When LMCache's client notices a lost connection, the fix answers the calls in flight: lookups get no hit, loads and
-stores fail. Until the worker has registered again, its new loads and stores fail too, and the fix does not send them.
-At the next heartbeat the fix marks the worker as unhealthy, so LMCache registers the worker again. The engine
-continues, without stores and loads until that heartbeat. With gRPC the fix changes nothing.
+Fix: When LMCache's client notices a lost connection, the fix ends the calls in flight. Lookups get no hit, and loads
+and stores fail. At the next heartbeat the fix marks the worker as unhealthy, so LMCache registers the worker again.
+Until then the worker's loads and stores fail, and the engine continues. With gRPC the fix changes nothing.
 
 If only the network was interrupted, the server still knows the worker. The worker's loads still fail until the next
 heartbeat, and the read locks of these loads stay on the server until they time out.
@@ -28,7 +27,7 @@ heartbeat, and the read locks of these loads stay on the server until they time 
 from kvfix.fixes import _mp, api
 from kvfix.fixes.api import Any, Fix, Steps, View, engine_log, fix_after, fix_around, fix_before, replaced, stubs
 
-#: {transfer: the answer of a server that has moved nothing}. Any server answers lookups, so they are not here.
+#: {transfer: the answer of a server that has moved nothing}. A server answers lookups even of an unknown worker.
 _TRANSFERS = {
     "prepare_store": stubs.Stub(context={}),
     "commit_store": False,
@@ -53,7 +52,7 @@ def _is_unregistered(client: Any) -> bool:
 
 @fix_around(when=_is_unregistered)
 def hold_transfers(client: Any) -> Steps:
-    """Answer the transfers in the queue. The wrapped function then gets and sends only the other requests."""
+    """Let the transfers in the queue fail. The wrapped function then gets and sends only the other requests."""
     queue = client.input_queue
 
     def get_nowait() -> Any:

@@ -1,11 +1,11 @@
 """Later requests return wrong text: OffloadingConnector stores blocks that another connector failed to load.
 
-Symptom: When the load fails, only `Recovered from KV load failure` or `Failing 1 request(s) due to KV load failure` is
-logged. Later, requests that begin with the same prompt return wrong text. The bug needs a MultiConnector with
-OffloadingConnector and a connector that loads within the step, such as LMCache's in-process connector.
+Symptom: Only `Recovered from KV load failure` or `Failing 1 request(s) due to KV load failure` is logged. Later,
+requests that begin with the same prompt return wrong text. The bug needs a MultiConnector with OffloadingConnector and
+a connector that loads within the step, such as LMCache's in-process connector.
 
 Cause: OffloadingConnector plans its stores when vLLM schedules a step. The plan includes blocks that another connector
-loads in this step, and blocks that are computed on top of the loaded blocks. OffloadingConnector copies the blocks at
+loads in this step, and blocks that vLLM computes from the loaded blocks. OffloadingConnector copies the blocks at
 the beginning of the next step (offloading/worker.py 0.32.0:260).
 
 OffloadingConnector does not learn that the load has failed, because `update_connector_output` reads only the reports of
@@ -13,8 +13,8 @@ OffloadingConnector itself (offloading/scheduler.py 0.32.0:1822). If the request
 (`kv_load_failure_policy=fail`), OffloadingConnector even stores the rest of the request's prompt (:1662).
 
 Fix: The fix reads the failed blocks from the output that `update_connector_output` gets. If a request has a failed
-block, the fix reports the request's stores in flight as failed. vLLM then drops the chunks of these stores. If the
-request continues, OffloadingConnector stores all its chunks again. If the request has ended, no chunk is stored.
+block, the fix reports the request's stores in flight as failed, so vLLM drops the chunks of these stores.
+OffloadingConnector then stores all chunks of the request again if the request continues, and none if it has ended.
 - Remove when: `update_connector_output` handles `invalid_block_ids`.
 """
 
@@ -43,7 +43,7 @@ fix = _offloading.fails_jobs("_kvfix_failed_stores", _failed_stores)
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """End a store of block 3 in the step in which the load of this block fails. With the bug, the store succeeds."""
+    """End a store of block 3 in the step in which the block's load fails. With the bug, the store succeeds."""
     group = stubs.Stub(block_ids=[3], next_stored_chunk_idx=1)
     request = stubs.Stub(
         req=stubs.request(16, is_finished=lambda: False), group_states=(group,), transfer_jobs={7}, req_context=None,

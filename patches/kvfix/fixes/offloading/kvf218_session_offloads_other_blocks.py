@@ -3,8 +3,8 @@
 Symptom: Nothing is logged at first. When a session ends, a `KeyError` in `_remove_pending_job` of
 offloading/scheduler.py may end EngineCore. The bug needs OffloadingConnector (also in MultiConnector) and streaming.
 
-Cause: When a session gets more input, vLLM schedules it as a new request, with all its blocks. OffloadingConnector
-appends all of them to its list, which has the earlier blocks already (offloading/scheduler.py 0.32.0:1282).
+Cause: When a session gets more input, vLLM schedules the session as a new request, with all its blocks. The connector
+appends all blocks to a list that already has the earlier blocks (offloading/scheduler.py 0.32.0:1282).
 
 Fix: When a request is scheduled as new, the fix drops the blocks that OffloadingConnector has recorded for the request.
 """

@@ -2,12 +2,12 @@
 
 Symptom: The worker dies with a bare `AssertionError` at `assert transfer_result.success` in `get_finished` of
 offloading/worker.py, and EngineCore dies with it. vLLM's own copy between GPU and CPU memory does not trigger this bug.
-Other workers (`spec_module_path`), such as llm-d's worker for a file system, report the failure and trigger it.
+Other workers (`spec_module_path`), such as llm-d's worker for a file system, report a failed copy, and the bug occurs.
 
 Cause: `get_finished` asserts that each copy has succeeded: "we currently do not support job failures"
 (offloading/worker.py 0.32.0:288). vLLM has code that handles a failed copy.
 
-Fix: The fix shows all copies to `get_finished` as successful. The worker's report names the copies that failed. The
+Fix: The fix shows all copies to `get_finished` as successful, and adds the failed copies to the worker's report. The
 manager drops the chunks of a failed store. After a failed load vLLM computes the tokens, or ends the request
 (`kv_load_failure_policy`). The request loads nothing more, so that vLLM does not retry an unreadable chunk for ever.
 - Releases: vLLM 0.26.0 to 0.33.0. The fix needs 0.32.0, which can report a failed load by request.
@@ -18,9 +18,9 @@ manager drops the chunks of a failed store. After a failed load vLLM computes th
 from kvfix.fixes import _offloading, api
 from kvfix.fixes.api import Any, Fix, Steps, View, engine_log, fix_around, fix_before, note, replaced, stubs
 
-#: Attribute of the worker: requests whose load failed. Attribute of the scheduler and the worker's report: failed jobs.
+#: The worker has _REQUESTS: requests whose load failed. The scheduler and the worker's report have _JOBS: failed jobs.
 _REQUESTS, _JOBS = "_kvfix_failed_requests", "_kvfix_failed_jobs"
-#: Attribute of the metadata and of the worker, which shows that the scheduler has its part of the fix.
+#: Attribute of the metadata and of the worker. It exists only if the scheduler has its part of the fix.
 _TOLD = "_kvfix_knows_failed_copies"
 
 tells_worker = _offloading.tells_worker(_TOLD)
@@ -35,7 +35,7 @@ def get_finished(worker: Any, finished_req_ids: Any) -> Steps:
 
     def finished() -> Any:
         done = own.get_finished()
-        # If the fix cannot record the failed copies, it returns them unchanged, and vLLM asserts as without the fix.
+        # If the fix cannot record the failed copies, it leaves them marked as failed, so vLLM's assertion fails.
         noted = engine_log.guarded(f"{__name__}.get_finished", _note_failed, worker, done)
         return done if noted is None else noted
 

@@ -8,7 +8,7 @@ Cause: The connector's `reset_cache` empties its CPU memory, returns True, and k
 resets"). The keys of these tiers depend on the tokens only, not on the weights.
 
 Fix: `reset_cache` answers False and logs the reason. `reset_prefix_cache` then answers False too, so its caller learns
-that old KV is still stored. kvfix deletes no files. Delete them (`root_dir`), or use a new folder for new weights.
+that old KV is still stored. kvfix deletes no files. Delete the files in `root_dir`, or use another `root_dir`.
 - Remove when: `OffloadingConnector.reset_cache` answers False, or the keys of a tier change with the weights.
 """
 

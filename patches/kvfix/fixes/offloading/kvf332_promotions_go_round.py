@@ -3,13 +3,13 @@
 Symptom: Nothing is logged. A request stays in WAITING, and the file system tier reads the same chunks again and again.
 The bug needs `TieringOffloadingSpec` with `secondary_tiers`, and too little CPU memory for chunks of waiting requests.
 
-Cause: A lookup that finds a chunk in a tier promotes it, that is, copies it into CPU memory. To make room, the lookup
+Cause: A lookup that finds a chunk in a tier copies the chunk into CPU memory (a promotion). To make room, the lookup
 evicts the least recently used chunk (`_initiate_promotion`, tiering/manager.py 0.32.0:492). The evicted chunk may
 belong to the same request, because nothing protects a promoted chunk before the load begins. The lookup answers "not
 yet" during a promotion. So each lookup promotes the chunk that the previous lookup has evicted.
 
-Fix: Before a request loads KV, the fix promotes each chunk only once for the request. If the chunk is evicted before
-the load, the lookup counts the chunk as a miss. The request loads the earlier chunks and computes the rest.
+Fix: Before a load, the fix promotes each chunk only once for a request. If the chunk is then evicted before the load,
+the lookup counts the chunk as a miss. The request loads the earlier chunks, and vLLM computes the rest.
 - Remove when: `TieringOffloadingManager.lookup` protects found chunks, or promotes no chunk a second time.
 """
 

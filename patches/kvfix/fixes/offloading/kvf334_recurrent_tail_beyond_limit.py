@@ -1,18 +1,16 @@
 """EngineCore dies, or too many tokens are stored: OffloadingConnector does not keep to a request's store limit.
 
 Symptom: EngineCore dies with a bare `AssertionError` at `assert boundary <= max_boundary` in
-`_build_partial_tail_store_jobs` of offloading/scheduler.py. With a limit of 0, all tokens are stored. The limit is a
-parameter of the request, so any client that can reach the engine can cause this. The bug needs all of:
-
-- a model with layers of recurrent state (Mamba, `mamba_cache_mode` "align")
-- chunks of one block
-- hits finer than a block (`prefix_match_unit`)
+`_build_partial_tail_store_jobs` of offloading/scheduler.py. Or all tokens are stored although the limit is 0. The limit
+is `max_offload_tokens` of a request, so any client that can reach the engine can cause the crash. The bug needs layers
+of recurrent state (Mamba, `mamba_cache_mode` "align"), chunks of one block, and hits finer than a block
+(`prefix_match_unit`).
 
 Cause: At the end of a prompt vLLM passes the block with the recurrent state to the connector. vLLM does not know the
 limit, but the connector asserts that the block is not beyond the limit (offloading/scheduler.py 0.32.0:1443). The
 connector treats a limit of 0 as no limit (:1437).
 
-Fix: The fix leaves out a block beyond the limit of its request.
+Fix: The fix hides each block beyond the request's limit from the connector.
 - Remove when: `_build_partial_tail_store_jobs` compares each block with the limit, also if the limit is 0.
 """
 

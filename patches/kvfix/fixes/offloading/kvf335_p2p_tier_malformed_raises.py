@@ -1,14 +1,14 @@
 """EngineCore dies when the parameters of a request describe the peer of OffloadingConnector's p2p tier in a wrong form.
 
 Symptom: EngineCore dies with `AttributeError: ... object has no attribute 'get'` or `TypeError: unhashable type` in
-tiering/p2p/manager.py. The bug needs `TieringOffloadingSpec` with a secondary tier of type `p2p`. The peer comes from
-the parameters of the request, so any client that can reach the engine can cause this.
+tiering/p2p/manager.py. The bug needs `TieringOffloadingSpec` with a secondary tier of type `p2p`. Any client that can
+reach the engine can cause the crash, because the parameters of a request describe the peer.
 
-Cause: In the parameters, the tier expects a dictionary under each of its own keys, such as `remote_decoder`. In this
-dictionary, the tier expects a string `kv_request_id`. The tier checks neither (tiering/p2p/manager.py 0.32.0:79-146),
-and uses `kv_request_id` as a key in the lookup and when the request ends (:391, :467). The scheduler catches no error.
+Cause: In the parameters, the tier expects dictionaries such as `remote_decoder`, each with a string `kv_request_id`.
+The tier does not check the types (tiering/p2p/manager.py 0.32.0:79-146), and uses `kv_request_id` as a key in the
+lookup and when the request ends (:391, :467). The scheduler catches no error.
 
-Fix: The fix ignores malformed values. The tier then has nothing for the request, and this engine computes it.
+Fix: The fix ignores malformed values. The tier then has nothing for the request, so this engine computes the request.
 - Remove when: `_parse_source` and `_parse_dest` check the form of the values.
 """
 

@@ -1,18 +1,16 @@
 """Every load waits for ever after one failed copy: the copy thread of SimpleCPUOffloadConnector ends.
 
 Symptom: The worker prints `Exception in thread` once, with `batch memcpy failed: err=`. With `kv_offload_backend`
-"disk" it prints an `OSError`, such as `No space left on device` (the cache file is sparse, so the disk may become full
-after the start). After that, requests that hit the CPU memory stay in WAITING_FOR_REMOTE_KVS, and blocks that were to
-be stored never become free. The engine gets slower, and stops.
+"disk" the worker prints an `OSError`, such as `No space left on device` (the cache file is sparse, so the disk may
+become full after the start). Then requests that hit the CPU memory stay in WAITING_FOR_REMOTE_KVS, and blocks that were
+to be stored never become free. The engine gets slower, and stops.
 
 Cause: The loop of the copy thread catches no exception (copy_backend.py 0.32.0:124, disk_backend.py:231, :262). The
 thread records no event for the failed copy or for later copies. The worker reports only copies that have an event.
 
-Fix: The thread continues. The worker's report names the copies that failed:
-
-- The scheduler ends a failed store. Its blocks become free, and no request finds them.
-- The worker reports a failed load, and `kv_load_failure_policy` decides. No request finds the failed blocks.
-
+Fix: The copy thread continues after a failed copy, and the worker reports the copy to the scheduler. After a failed
+store, the blocks become free. After a failed load, vLLM computes the tokens, or ends the request
+(`kv_load_failure_policy`). No request finds a chunk whose copy has failed.
 - Releases: vLLM 0.26.0 to 0.33.0. The fix needs 0.32.0, which can report a failed load by request.
 - Remove when: `_copy_loop` catches an exception of a copy, and the worker reports the failed copy.
 """
@@ -24,9 +22,9 @@ from functools import partial
 from kvfix.fixes import _offloading, api, stubs
 from kvfix.fixes.api import GO_ON, Any, Fix, Steps, View, engine_log, fix_after, fix_around, fix_before, fix_calls, note
 
-#: Attribute of the worker: requests whose load failed. Attribute of the scheduler and the report: failed stores.
+#: The worker has _REQUESTS: requests whose load failed. The scheduler and the report have _STORES: failed stores.
 _REQUESTS, _STORES = "_kvfix_failed_requests", "_kvfix_failed_stores"
-#: Attribute of the metadata, which shows that the scheduler has its part of the fix.
+#: Attribute of the metadata. It exists only if the scheduler has its part of the fix.
 _TOLD = "_kvfix_knows_failed_copies"
 
 tells_worker = _offloading.tells_worker(_TOLD)
@@ -49,12 +47,9 @@ class _Noting:
 
 
 class _Events(list[Any]):
-    """The worker's list of copies, each as (number, event). `failed` has the numbers of the failed copies.
+    """The worker's list of copies. An entry is (number of the copy, event). failed: numbers of the failed copies."""
 
-    told: True if the scheduler has its part of the fix. Only then may the worker report a failed copy.
-    """
-
-    told = False
+    told = False  # True if the scheduler has its part of the fix. Only then may the worker report a failed copy
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +68,7 @@ def _recorded(module: Any, stream: Any) -> Any:
 def _survives(least: int, place: int, noting: Callable[..., Any]) -> api.Fixing:
     """Let the loop of a copy thread go on after a failed copy.
 
-    least: the number of arguments that the loop needs. A loop with fewer arguments runs as without the fix.
+    least: the number of arguments that the fix needs. A loop with fewer arguments runs as without the fix.
     place: the index of the copy's number in an item of the queue. The list of events is the next element.
     noting: a function of the loop's arguments. It returns a `_Noting` queue, the arguments with this queue, and a
     function that returns the stream of an item's copy. The failed copy may still use this stream.
@@ -161,7 +156,7 @@ def _stores_failed(scheduler: Any, output: Any, *_: Any, **__: Any) -> Any:
     on_fault=_stores_failed,
 )
 def update_connector_output(scheduler: Any, output: Any) -> Steps:
-    """Remove from the CPU's cache the blocks that could not be loaded, so that no request finds them."""
+    """After a failed load, evict its blocks from the cache in CPU memory, so that no request finds the blocks."""
     stores = getattr(output.kv_connector_worker_meta, _STORES, ())
     setattr(scheduler, _STORES, getattr(scheduler, _STORES, set()).union(stores))
     loads = [scheduler._reqs_to_load[name] for name in output.failed_recving if name in scheduler._reqs_to_load]
@@ -171,7 +166,7 @@ def update_connector_output(scheduler: Any, output: Any) -> Steps:
 
 
 def _end_store(scheduler: Any, event: int, *_: Any, **__: Any) -> None:
-    """End the store without a result. Its blocks become free."""
+    """End the store and free its blocks. No request finds these blocks in CPU memory."""
     transfer = scheduler._store_event_to_blocks.get(event)
     if transfer is not None:
         scheduler._in_flight_store_gpu_blocks.difference_update(transfer.gpu_block_ids)

@@ -1,11 +1,11 @@
 """An idle engine never rests: with `lazy_offload` SimpleCPUOffloadConnector stores the same blocks again and again.
 
-Symptom: Nothing is logged. EngineCore uses a whole CPU core, and the GPU keeps copying blocks, once the prompts' KV
-needs more memory than `cpu_bytes_to_use`. `vllm:simple_kv_offload_pending_store_blocks` never reaches 0.
+Symptom: Nothing is logged. When the KV of past prompts needs more memory than `cpu_bytes_to_use`, an idle EngineCore
+uses a whole CPU core, and the GPU copies blocks. `vllm:simple_kv_offload_pending_store_blocks` never reaches 0.
 
 Cause: In each step `lazy_offload` stores cached blocks of the GPU's free list that the CPU memory does not have
-(manager.py 0.32.0:590-640). A stored block goes to the end of that list, and is checked again later. If the list has
-more blocks than the CPU memory holds, the CPU memory has evicted the block by then, and `lazy_offload` stores it again.
+(manager.py 0.32.0:590-640). A stored block goes to the end of that list. If the list has more blocks than the CPU
+memory, the CPU memory evicts the block before `lazy_offload` checks the block again and stores it a second time.
 While a store is in flight, EngineCore runs more steps (`has_pending_push_work`). Each step starts another store.
 
 Fix: After the last step that computes something, the fix stores no more blocks than the CPU memory holds.

@@ -4,8 +4,8 @@ Symptom: Nothing is logged. The model has layers of sliding windows, and several
 
 Cause: With several MTP modules vLLM keeps some tokens in front of the window (`extra_retained_tokens`,
 SlidingWindowSpec). A hit in the CPU memory has only the window (`_contiguous_blocks_for_hit`,
-single_type_kv_cache_manager.py 0.32.0:943). So vLLM allocates the block in front of the window, but loads nothing into
-it (simple_kv_offload/manager.py 0.32.0:484). After the load, vLLM caches this block as if it had been loaded.
+single_type_kv_cache_manager.py 0.32.0:943). vLLM allocates a block in front of the window, but the connector loads
+nothing into the block (simple_kv_offload/manager.py 0.32.0:484). After the load, vLLM caches the block nevertheless.
 
 Fix: The fix also loads the blocks in front of the window. If the CPU memory lacks one of them, there is no hit.
 - Remove when: `find_longest_cache_hit` counts `extra_retained_tokens`, or a block that is not loaded is not cached.

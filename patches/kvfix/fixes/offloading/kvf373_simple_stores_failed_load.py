@@ -10,10 +10,10 @@ Cause: SimpleCPUOffloadConnector stores blocks in the step in which another conn
 load. When the store ends, the connector uses the key that each block has then (:1081). With kv_load_failure_policy
 "fail" the failed blocks have no key, and the assertion fails. With "recompute" later requests find the wrong KV.
 
-Fix: The fix also reads the failed blocks from the report that `update_connector_output` gets. It removes blocks from
-the stores in flight: the failed blocks, all later blocks of the same request, and blocks that have lost their keys. The
-removed blocks become free once they are copied, and no request finds them. The request does not store the removed
-blocks again. The next request with the same prompt stores them.
+Fix: The fix also reads the failed blocks from the report that `update_connector_output` gets. From the stores in
+flight, the fix removes the failed blocks, all later blocks of the same request, and blocks that have lost their keys.
+When a store ends, its removed blocks become free, and no request finds them. The request does not store the removed
+blocks again, but the next request with the same prompt stores them.
 - Releases: vLLM 0.20.2 to 0.33.0. The fix is for 0.32.0 and later.
 - Remove when: `update_connector_output` handles `invalid_block_ids`.
 """
@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection
 
 from kvfix.fixes.api import GO_ON, SIMPLE_SCHEDULER, Any, Fix, fix_before, note, stubs
 
-#: Attribute of the scheduler. For each store, it has the GPU blocks that the scheduler drops when the store has ended.
+#: Attribute of the scheduler: {store: the GPU blocks that the scheduler drops when the store ends}.
 _GIVEN_UP = "_kvfix_given_up"
 
 
@@ -46,7 +46,7 @@ def update_connector_output(scheduler: Any, output: Any) -> None:
 
 
 def _bad(scheduler: Any, failed: Collection[int]) -> set[int]:
-    """Return these blocks, and all later blocks of their requests. With `lazy_offload`, stores have no request."""
+    """Return the failed blocks, and all later blocks of their requests. With `lazy_offload`, stores have no request."""
     bad = set(failed)
     for state in scheduler._reqs_to_store.values():
         for blocks in state.block_ids:
@@ -77,7 +77,7 @@ def _process_store_event(scheduler: Any, event: int) -> None:
 
 
 def _part(transfer: Any, wanted: Callable[[int], bool]) -> Any:
-    """Return a transfer like this one that has only the wanted blocks."""
+    """Return a copy of the transfer that has only the wanted blocks."""
     places = [place for place, block in enumerate(transfer.gpu_block_ids) if wanted(block)]
     columns = transfer.gpu_block_ids, transfer.cpu_block_ids, transfer.block_meta
     return type(transfer)(*(None if column is None else [column[place] for place in places] for column in columns))

@@ -4,15 +4,15 @@ Symptom: EngineCore dies with a bare `AssertionError` at `assert req_id in self.
 `_update_from_kv_xfer_finished`. With `kv_load_failure_policy=fail`, the default, a failed load causes the crash too.
 The log then has `Failing 1 request(s) due to KV load failure`, and EngineCore dies in the next step.
 
-Cause: Some connectors keep the blocks of a finished request. If a request is aborted during its load, the connector
-makes two reports: the load is done, and nothing remains to store. At the first report the scheduler frees the blocks
-and deletes the request (scheduler.py 0.32.0:3231, 3235). The second report raises.
+Cause: Some connectors keep the blocks of a finished request until the stores are done. If a request is aborted during
+its load, the connector reports the end of the load, and the end of the stores. At the first report the scheduler frees
+the blocks and deletes the request (scheduler.py 0.32.0:3231, 3235). At the second report, the assertion fails.
 
-If the store's report comes first, vLLM frees the blocks too early. The load then overwrites KV of other requests.
+If the stores' report comes first, vLLM frees the blocks too early. The load then overwrites KV of other requests.
 
-Fix: Only the report of the load frees the blocks of a request that was aborted during its load. The fix also ignores
-reports about unknown requests, and about requests that are neither finished nor waiting for a load.
-- Releases: vLLM 0.11.2 to 0.33.0, with connectors that store asynchronously. Before 0.26.0, only the code was read.
+Fix: For a request that was aborted during its load, vLLM gets only the report of the load. The fix also drops reports
+about unknown requests, and reports about requests that have not ended and wait for no load.
+- Releases: vLLM 0.11.2 to 0.33.0, with connectors that store asynchronously. Before 0.26.0: according to the source.
 - Upstream: https://github.com/vllm-project/vllm/issues/43226, https://github.com/vllm-project/vllm/pull/56089 (open).
 - Remove when: vLLM counts the reports of a finished request.
 """
@@ -33,7 +33,7 @@ def _free_request(scheduler: Any, request: Any, delay_free_blocks: bool = False)
 
 @fix_around(when=lambda scheduler, output, *_, **__: output.finished_recving or output.finished_sending)
 def _update_from_kv_xfer_finished(scheduler: Any, output: Any) -> Steps:
-    """Pass only the reports that are due. If a request has both reports, the load's report frees its blocks."""
+    """Pass on only the reports that are due. If a request has two reports, pass on only the report of its load."""
     loaded, stored = output.finished_recving or (), output.finished_sending or ()
     loads = {each for each in loaded if _is_due(scheduler, each, of_load=True)}
     stores = {each for each in stored if each not in loads and _is_due(scheduler, each, of_load=False)}
@@ -69,7 +69,7 @@ FIX = Fix(
     SCHEDULER._free_request(broken=">=0.11.2", probe=shows_bug, fix=_free_request),
     SCHEDULER._update_from_kv_xfer_finished(broken=">=0.11.2", probe=shows_bug, fix=_update_from_kv_xfer_finished),
     effect="crash",
-    # A held back report makes its request wait for ever. So after an error of the fix, vLLM handles all reports.
+    # If a report is missing, its request waits for ever. So after an error of the fix, vLLM gets all reports.
     on_fault="original",
     evidence={"KVD109": "", "KVD303": "", "KVR011": "^update_from_output: AssertionError"},
     scenarios=("kv-xfer-finished-assert", "kv-xfer-finished-assert-in-tree"),

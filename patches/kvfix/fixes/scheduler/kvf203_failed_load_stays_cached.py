@@ -2,14 +2,14 @@
 
 Symptom: The log has `Recovered from KV load failure: ... request(s) rescheduled (... tokens affected).`
 
-Cause: With kv_load_failure_policy "recompute" vLLM keeps the blocks in the prefix cache, because the request recomputes
-them at once (scheduler.py 0.32.0:3412). If the request is aborted or preempted before that, nothing recomputes them.
-With either policy, another request may have computed KV in the same step on top of shared blocks. This KV stays cached.
-vLLM also does not check a request that is aborted during its step, or preempted while the next step is in flight.
+Cause: With kv_load_failure_policy "recompute" vLLM keeps failed blocks in the prefix cache, because the request soon
+computes them (scheduler.py 0.32.0:3412). If the request is aborted or preempted first, the blocks stay wrong. With
+either policy, vLLM keeps KV that another request has computed in the same step from a shared failed block. vLLM also
+does not check a request that is aborted during its step, or preempted while the next step is in flight.
 
 Fix: With either policy, the fix evicts failed blocks from the prefix cache. If a request has a failed block, the fix
-also evicts all later blocks of this request. The requests keep the blocks, but other requests cannot find them. If a
-request of the step no longer exists, kvfix does not know its blocks, and evicts all blocks that no request holds.
+also evicts all later blocks of this request. The requests keep the blocks, but other requests cannot find the blocks.
+If a request of the failed step no longer exists, the fix cannot know its blocks. So the fix evicts all free blocks.
 - Upstream: None known; https://github.com/vllm-project/vllm/pull/26813 decided that the blocks stay.
 - Remove when: `_handle_invalid_blocks` evicts the failed blocks, or caches them only after they are computed.
 """
@@ -47,7 +47,7 @@ def _evict(manager: Any, blocks: set[int]) -> None:
 
 
 def shows_bug(hook: Any, scheduler: Any) -> bool:
-    """Let one block of a running request fail. With the bug, neither the hook nor its caller evicts the block."""
+    """Let one block of a running request fail. With the bug, vLLM does not evict the block."""
     stub = _scheduler.running(stubs.request(32, num_computed_tokens=20, num_cached_tokens=16))
     stub._update_requests_with_invalid_blocks = functools.partial(hook, stub)
     calls = inspect.unwrap(scheduler.Scheduler._handle_invalid_blocks)

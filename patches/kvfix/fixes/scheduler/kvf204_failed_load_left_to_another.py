@@ -4,11 +4,11 @@ Symptom: Only `Recovered from KV load failure: ... request(s) rescheduled (... t
 returns wrong text if it began in the same step, and with the same prompt, as a request whose load failed.
 
 Cause: When a connector loads within the step, vLLM puts the blocks into its prefix cache before the load is done. So
-other requests of this step share these blocks. If the load fails, vLLM rolls back only the first of these requests to
-the failed block. The other requests count all tokens as computed (scheduler.py 0.32.0:3295). If the first request is
-then aborted or preempted, or takes more than one step, the other requests read blocks that were never written.
+other requests of this step can share the blocks. If the load fails, vLLM rolls back only the first request that has the
+failed block. vLLM counts all tokens of the other requests as computed (scheduler.py 0.32.0:3295). These requests read
+blocks without KV if the first request is aborted or preempted, or computes the blocks in several steps.
 
-Fix: The fix rolls back each request to its own first failed block. Requests that share a block write the same KV.
+Fix: The fix rolls back each request to its own first failed block. Requests that share a block compute the same KV.
 - Releases: vLLM 0.11.2 to 0.33.0, with kv_load_failure_policy "recompute".
 - Upstream: https://github.com/vllm-project/vllm/pull/37827 (closed) for asynchronous loads. In
   https://github.com/vllm-project/vllm/pull/26813 vLLM decided not to roll back the other requests.

@@ -1,14 +1,14 @@
 """Wrong text or a dead worker: a load fails while the next step is in flight, and vLLM keeps the output of that step.
 
-Symptom: The engine uses pipeline parallelism, asynchronous scheduling or model runner V2. The last two are vLLM's
-defaults on a GPU. The connector loads within the step (LMCache in process).
+Symptom: The bug needs a connector that loads within the step (LMCache in process), and pipeline parallelism,
+asynchronous scheduling or model runner V2. The last two are vLLM's defaults on a GPU.
 
 - With kv_load_failure_policy "recompute", vLLM logs `Recovered from KV load failure: 1 request(s) rescheduled`. Then
   the text is wrong, a request stays among `Running` and never ends, or a worker dies because of a token id -1.
-- With either policy, in rare cases, a request returns wrong text if vLLM had preempted it when its load failed.
+- With either policy, in rare cases, a request that vLLM preempts before its load fails returns wrong text.
 
-Cause: vLLM schedules a step before it knows that a load of the last step has failed. The new step computes on top of
-that load. vLLM drops the output of the failed step (scheduler.py 0.32.0:2088), but not the output of the next steps.
+Cause: vLLM schedules a step before it knows that a load of the previous step has failed. The new step reads the blocks
+of this load. vLLM drops the output of the failed step (scheduler.py 0.32.0:2088), but not the output of the next steps.
 `num_output_placeholders` continues to count these outputs. With pipeline parallelism several chunks of a prompt are in
 flight, and vLLM keeps the output of the last chunk as the first token.
 
@@ -17,8 +17,8 @@ Runner V2 continues from its own position (gpu/model_runner.py 0.32.0:1244), eve
 vLLM preempts a request before the failure is reported, vLLM also keeps the request's output of the failed step.
 
 Fix: The fix preempts a request that is rolled back, and drops its outputs in flight in the scheduler and in the worker.
-vLLM then computes the request, and loads nothing for it from LMCache. If vLLM has already preempted the request, the
-fix only drops the outputs. KVF203 handles its blocks, and KVF007 the KV that LMCache stores for it.
+vLLM then computes the request without a load from LMCache. If vLLM has already preempted the request, the fix only
+drops the outputs. KVF203 evicts the request's failed blocks, and KVF007 keeps LMCache from storing wrong KV.
 - Releases: vLLM 0.11.2 to 0.33.0 with asynchronous scheduling or with runner V2. vLLM 0.32.0 and 0.33.0 with pipeline
   parallelism; earlier releases were not tested with it. The fix was not tested with runner V2, which needs a GPU.
 - Upstream: https://github.com/vllm-project/vllm/issues/45138, https://github.com/vllm-project/vllm/issues/49250,
@@ -45,7 +45,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
             return answer
         with_stale_output = [each for each in scheduler.requests.values() if each.status == preempted]
         if getattr(scheduler, "recompute_kv_load_failures", True):  # 0.11 has no other policy
-            # Skip a request that was preempted here and not looked up since. Preempting it again could go on for ever.
+            # Do not preempt a request again before its next lookup, because this could go on for ever.
             rolled_back = [each for each in requests if each.request_id in answer[0] and not _is_to_compute(each)]
             for request in reversed(rolled_back):
                 _preempt(scheduler, request, preempted)
@@ -59,7 +59,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def _is_ahead(scheduler: Any, of_stages: bool) -> bool:
-    """Return True if the scheduler or worker may be ahead of a rollback. of_stages: also check for pipeline stages."""
+    """Return True if steps may be in flight after the failed step. of_stages: also if there are pipeline stages."""
     if scheduler.scheduler_config.async_scheduling or getattr(scheduler, "use_v2_model_runner", False):
         return True
     return of_stages and scheduler.vllm_config.parallel_config.pipeline_parallel_size > 1
@@ -77,7 +77,7 @@ def _preempt(scheduler: Any, request: Any, preempted: Any) -> None:
         request.status, request.num_computed_tokens = preempted, 0
         request.num_preemptions += 1
         scheduler.waiting.prepend_request(request)
-    scheduler.prev_step_scheduled_req_ids.discard(request.request_id)  # so that the worker gets all of the tokens
+    scheduler.prev_step_scheduled_req_ids.discard(request.request_id)  # so that the worker gets all tokens again
 
 
 def _is_to_compute(request: Any) -> bool:
@@ -97,7 +97,7 @@ def compute(impl: Any, request: Any, num_computed_tokens: int) -> Any:
     return instead(0)
 
 
-# Up to 0.26, vLLM can drop only one step of output in flight, and only of all requests at once (`reset_prefix_cache`).
+# Up to 0.26, vLLM can drop only the output of one step in flight, and only for all requests (`reset_prefix_cache`).
 
 #: Attribute of a scheduler: {request: the first step whose output is valid again; None until that step}.
 _VALID_FROM = "_kvfix_valid_from"
@@ -106,7 +106,7 @@ _CURRENT = "_kvfix_current_step"
 
 
 def _drop(scheduler: Any, request: Any) -> None:
-    """Drop all outputs in flight of this request, because vLLM computes the tokens again."""
+    """Drop all outputs in flight of this request. vLLM computes the tokens again."""
     if hasattr(request, "drop_stale_output"):  # newer vLLM: a preemption marks the steps in flight as stale
         request.drop_stale_output = request.num_stale_output_tokens > 0
     elif request.num_output_placeholders:
@@ -154,7 +154,7 @@ def lacks_stale_output(hook: Any, module: Any) -> bool:
 
 
 def shows_bug(hook: Any, scheduler: Any) -> bool:
-    """Roll back a request that has two tokens in flight. With the bug, the request still waits for both."""
+    """Roll back a request that has two tokens in flight. With the bug, the request still waits for both tokens."""
     request = stubs.request(32, num_computed_tokens=20, num_cached_tokens=16, num_output_placeholders=2)
     _scheduler.roll_back(hook, request)
     return bool(request.num_output_placeholders == 2 and not _is_to_compute(request))

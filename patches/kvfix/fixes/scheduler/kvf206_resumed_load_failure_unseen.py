@@ -3,8 +3,8 @@
 Symptom: Only LMCache's `Request ... failed to load ... tokens across ... blocks` is logged. A request that was
 preempted returns wrong text, also with kv_load_failure_policy "fail".
 
-Cause: vLLM looks for failed blocks among the first `num_cached_tokens` of each running request (scheduler.py
-0.15.1:2007). These tokens were cached when the request was first scheduled. A resumed request loads later tokens.
+Cause: vLLM looks for failed blocks only in the first `num_cached_tokens` tokens of each running request (scheduler.py
+0.15.1:2007). This number is the hit when vLLM first scheduled the request. A resumed request loads later tokens.
 
 Fix: In `_update_requests_with_invalid_blocks`, the fix raises `num_cached_tokens` to the end of the last failed block.
 - Upstream: None known; fixed in 0.20.2, which counts from `num_computed_tokens`.
@@ -21,7 +21,7 @@ def _all_cached(scheduler: Any, *_: Any, **__: Any) -> Any:
     return GO_ON
 
 
-# The fix is only for loads within a step. vLLM checks loads between steps in another way.
+# The fix is only for loads within a step, because vLLM checks loads between steps in another way.
 @fix_around(when=lambda scheduler, requests, blocks, *more: _scheduler.is_within_step(*more), on_fault=_all_cached)
 def look_further(scheduler: Any, requests: Any, invalid_block_ids: Any, *_: Any) -> Steps:
     before = [(request, request.num_cached_tokens) for request in requests]

@@ -12,9 +12,9 @@ Cause: The connector reports the blocks whose load has failed. With several KV g
 requests (`failed_recving`), because blocks of different groups may have the same id (scheduler.py 0.32.0:3364). Earlier
 releases assume that a request has one list of blocks (0.26.0:2694). Since 0.5.6, LMCache reports the failed requests.
 
-Fix: The fix acts only with several groups and a connector of LMCache. If all requests with a failed block are waiting
-for their load, the fix handles the failure as if the connector had reported these requests by their ids. With LMCache,
-all KV groups take blocks from one pool, so an id belongs to one group only. Null block 0 belongs to no request.
+Fix: The fix acts only with several KV groups and a connector of LMCache. If all requests with a failed block are
+waiting for their load, the fix handles these requests as if the connector had reported their ids. With LMCache, all KV
+groups take blocks from one pool, so a block id belongs to one group only. Null block 0 belongs to no request.
 - Upstream: https://github.com/vllm-project/vllm/issues/50687; fixed in LMCache 0.5.6.
 - Remove when: LMCache 0.5.5 is no longer in use.
 """

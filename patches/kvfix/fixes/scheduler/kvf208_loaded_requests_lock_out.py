@@ -4,16 +4,16 @@ Symptom: `Running: 0 reqs, Waiting: N reqs` for ever, no throughput, no error. T
 between steps, the priority policy (`--scheduling-policy priority`) and `scheduler_reserve_full_isl=False`.
 
 Cause: vLLM first tries the waiting requests that already hold blocks, in the order of their priority. `schedule` stops
-at the first request for which it has no blocks (scheduler.py 0.32.0:1275-1282). vLLM admits a load if enough blocks
-stay free for the earlier requests (:1249). Without `scheduler_reserve_full_isl`, vLLM does not check that the blocks
-for the rest of the load's own prompt are free.
+at the first request for which too few blocks are free (scheduler.py 0.32.0:1275-1282). vLLM admits a load if enough
+blocks stay free for the earlier requests (:1249). Without `scheduler_reserve_full_isl`, vLLM does not check that the
+blocks for the rest of the load's own prompt are free.
 
-With priorities, vLLM may try the last admitted request first. The requests behind it hold all blocks that they need,
-but must wait for their turn. The first request waits for their blocks. The lock-out also occurs if the first request
-has not loaded yet, because vLLM reserves blocks for every load in flight.
+With priorities, the first request in the queue may be the request that was admitted last. The other requests hold all
+blocks that they need, but vLLM does not reach them. The first request waits for blocks of the other requests. The
+lock-out also occurs if the first request has not loaded yet, because vLLM reserves blocks for every load in flight.
 
 Fix: The fix acts after a step that scheduled nothing because the first request lacked blocks. In the next step, the fix
-lets another request run first: the next request in the queue for which enough blocks are free.
+puts the next request for which enough blocks are free at the front of the queue.
 
 Mixed roll-out: Engines with and without the fix work together. The fix is opt-in because it reorders waiting requests.
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases have other queues: KVF903.
@@ -52,7 +52,7 @@ def _ready(scheduler: Any) -> Iterator[Any]:
 
 
 def _to_step_aside(scheduler: Any) -> list[Any]:
-    """If the head of the queue was refused, return all requests before the first one that finds enough blocks."""
+    """If the first request lacked blocks, return all requests before the first one for which enough blocks are free."""
     refused, aside = getattr(scheduler, "_kvfix_refused", None), list[Any]()
     if refused is None:
         return aside
@@ -73,7 +73,7 @@ FIX = Fix(
     SCHEDULER.schedule(broken=">=0.32.0", fix=schedule),
     effect="hang",
     evidence={"KVD202": ""},
-    # After an idle step the fix runs another request first, even where other requests would soon free blocks.
+    # After an idle step the fix runs another request first, even if other requests would soon free blocks.
     changes_healthy=("mp", "mp-in-tree"),
     no_patch={"vllm": "https://github.com/vllm-project/vllm/pull/45406 proposed one; the order of requests is policy"},
     opt_in=True,

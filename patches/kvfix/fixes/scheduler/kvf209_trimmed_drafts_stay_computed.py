@@ -2,13 +2,13 @@
 
 Symptom: Nothing is logged. The engine does not use asynchronous scheduling. Connectors store the wrong KV.
 
-Cause: A step returns the accepted drafts and one more token. A turn may end before the last token of the step. vLLM
-drops tokens after the end (`_update_request_with_output`, scheduler.py 0.32.0:2506), but `num_computed_tokens` still
-counts them. The session continues from this number (:2471). So vLLM never computes the first tokens of the next input.
+Cause: A step returns the accepted drafts and one more token. vLLM drops tokens of the step after the turn's end
+(`_update_request_with_output`, scheduler.py 0.32.0:2506), but `num_computed_tokens` still counts the dropped tokens.
+The session continues from this number (:2471). So vLLM never computes the first tokens of the next input.
 
 Fix: When a turn ends, the fix lowers `num_computed_tokens` to the number of tokens before the turn's last token.
-- Releases: vLLM 0.15.1 to 0.32.0, without asynchronous scheduling (`num_output_placeholders` counts dropped tokens).
-- Upstream: None known; 0.33.0 counts no token that it drops (scheduler.py:2759).
+- Releases: vLLM 0.15.1 to 0.32.0, without asynchronous scheduling, which subtracts `num_output_placeholders` instead.
+- Upstream: None known; 0.33.0 does not count dropped tokens (scheduler.py:2759).
 """
 
 from kvfix.fixes import _scheduler
@@ -16,7 +16,7 @@ from kvfix.fixes.api import GO_ON, SCHEDULER, Any, Fix, fix_before, note
 
 
 def _ahead(request: Any) -> int:
-    """Return how many computed tokens are too many: the last token of the turn, and the tokens after it."""
+    """Return the number of tokens, from the last token of the turn on, that vLLM counts as computed."""
     return int(request.num_computed_tokens - request.num_output_placeholders - (request.num_tokens - 1))
 
 

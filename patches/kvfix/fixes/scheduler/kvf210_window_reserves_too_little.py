@@ -13,8 +13,8 @@ vLLM admits a new load if it fits into the blocks that are free and not reserved
 free, while other loaded requests hold the missing blocks.
 
 Fix: The fix calls the function without the limit, and then limits the answer to `max_admission_blocks_per_request`
-minus the blocks that the request has in use. (The fix wraps only the managers that recycle blocks. With 256 requests, a
-wrapper in their base class would cost a twelfth of the scheduler's time.)
+minus the blocks that the request has in use. The fix wraps only the two managers that recycle blocks, because a wrapper
+in their base class would cost a twelfth of the scheduler's time with 256 requests.
 - Releases: vLLM 0.20.2 to 0.33.0. Before 0.26, vLLM uses the limit only to check that a whole request fits.
 - Upstream: None known. For the reason of the limit, see https://github.com/vllm-project/vllm/issues/39734.
 - Remove when: `get_num_blocks_to_allocate` subtracts no null blocks from the limit.
@@ -27,7 +27,7 @@ from types import ModuleType
 
 from kvfix.fixes.api import CHUNKED_LOCAL_MANAGER, SLIDING_WINDOW_MANAGER, Any, Fix, around, note, replaced, stubs
 
-#: Names of the manager's attribute that holds the limit: in 0.32.0, and up to 0.26.0.
+#: Names of the manager's attribute that holds the limit: the name in 0.32.0, and the name up to 0.26.0.
 _LIMITS = ("max_admission_blocks_per_request", "_max_admission_blocks_per_request")
 
 
@@ -56,7 +56,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
         @functools.wraps(function)
         def wrapper(manager: Any, *args: Any, **more: Any) -> int:
-            # vLLM calls it for each request and KV group in each step. The limit applies only to an admission.
+            # vLLM calls the function for each request and KV group in each step, but limits only an admission.
             call = limited if more.get("apply_admission_cap", True) else function
             return call(manager, *args, **more)
 
@@ -82,7 +82,7 @@ def _in_use(manager: Any, request: str, hit: Any, computed: int) -> int:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """With a hit of 192 tokens, reserve blocks for 256 tokens before and after the load. The bug reserves too few."""
+    """Reserve blocks for 256 tokens, before and after a load of 192 tokens. The bug reserves too few blocks."""
     null, block = (stubs.Stub(is_null=each, ref_cnt=1) for each in (True, False))
     manager = module.SlidingWindowManager.__new__(module.SlidingWindowManager)
     lists: dict[str, Any] = {"req_to_blocks": {}, "num_cached_block": {}}

@@ -3,16 +3,16 @@
 Symptom: `Running: 0 reqs, Waiting: N reqs` for ever, no throughput, no error, and the KV cache is nearly full. Clients
 send streaming input, and the connector loads between steps.
 
-Cause: vLLM reserves the blocks for the whole prompt of a load (scheduler.py 0.32.0:1249). A running session takes
-blocks without a check of the reserved blocks, and keeps them after its turn. The session's next input needs more
-blocks, and so does a loaded request. `schedule` stops at the first request for which it has no blocks (:1282).
+Cause: vLLM reserves the blocks for the whole prompt of a load (scheduler.py 0.32.0:1249). But a running session takes
+reserved blocks too, and keeps these blocks after its turn. Then the session's next input and a loaded request both need
+more blocks. `schedule` stops at the first request for which too few blocks are free (:1282).
 
-Fix: The fix acts if three steps have scheduled nothing, nothing is in flight, and the blocks of one waiting request are
-enough for another to run. The newest loaded request that is no session then returns its blocks, as after a failed load.
-vLLM computes this request later. The fix acts only if LMCacheMPConnector is the only connector, without MultiConnector.
-Only this connector accepts a request that restarts with zero computed tokens.
+Fix: The fix acts if three steps have scheduled nothing and nothing is in flight. The fix then frees the blocks of the
+newest loaded request that is no session, so that another request can run. vLLM computes the loaded request later. The
+fix acts only if LMCacheMPConnector is the only connector, without MultiConnector. Only this connector accepts a request
+that restarts with zero computed tokens.
 
-Mixed roll-out: Engines with and without the fix work together. The fix is opt-in because vLLM computes a loaded prompt.
+Mixed roll-out: Engines with and without the fix work together. The fix is opt-in because vLLM drops a loaded prompt.
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases have other queues, and the bug KVF903.
 - Upstream: https://github.com/vllm-project/vllm/issues/45388, https://github.com/vllm-project/vllm/pull/57104
 - Remove when: vLLM counts a session's blocks as reserved, or a loaded request can return its blocks.
@@ -30,7 +30,7 @@ def schedule(scheduler: Any, *_: Any, **__: Any) -> Steps:
     output = yield
     is_idle = not scheduler.running and not output.total_num_scheduled_tokens
     scheduler._kvfix_idle = getattr(scheduler, "_kvfix_idle", 0) + 1 if is_idle else 0
-    if scheduler._kvfix_idle >= 3:  # in earlier steps a connector may still report a load or a store
+    if scheduler._kvfix_idle >= 3:  # a connector may report a load or a store in the first two idle steps
         scheduler._kvfix_idle = 0
         request = _to_give_back(scheduler)
         if request is not None:
@@ -45,7 +45,7 @@ def _to_give_back(scheduler: Any) -> Any:
     ready, manager = [], scheduler.kv_cache_manager
     for request in scheduler.kv_holding_waiting:
         if request.status.name == _LOADING and request.request_id not in scheduler.finished_recving_kv_req_ids:
-            return None  # something is in flight
+            return None  # a load is in flight
         if request.status.name in ("WAITING", "PREEMPTED", _LOADING):
             ready.append(request)
     loaded = [request for request in ready if not request.resumable and not request.num_in_flight_tokens]
@@ -80,7 +80,7 @@ FIX = Fix(
     SCHEDULER.schedule(broken=">=0.32.0", fix=schedule, order=1),
     effect="hang",
     evidence={"KVD202": ""},
-    # In runs of the lab, the fix may act although another request would soon return its blocks.
+    # In runs of the test lab, the fix may act although another request would soon return its blocks.
     changes_healthy=("mp",),
     no_patch={"vllm": "which request frees its blocks is a policy: https://github.com/vllm-project/vllm/pull/57104"},
     opt_in=True,

@@ -3,16 +3,16 @@
 Symptom: The log shows `Running: 1 reqs` or more for ever, without throughput and without an error. The model has Mamba
 or GDN layers (`mamba_cache_mode="align"`) and speculative decoding with several MTP modules, and the engine is busy.
 
-Cause: vLLM cuts a chunk of a prompt so that it ends where a state is kept (`_mamba_block_aligned_split`, scheduler.py
-0.32.0:443). Then vLLM shortens the chunk so that the chunk does not end within `num_prefill_lookahead` tokens before
-the prompt's end (`_reserve_prefill_lookahead`, :570). A chunk may still end at the prompt's end.
+Cause: vLLM ends a chunk of a prompt where it keeps a state (`_mamba_block_aligned_split`, scheduler.py 0.32.0:443).
+Then vLLM shortens a chunk that ends less than `num_prefill_lookahead` tokens before the prompt's end
+(`_reserve_prefill_lookahead`, :570). A chunk may still end at the prompt's end.
 
-Suppose that fewer tokens than `num_prefill_lookahead` follow the last whole block of the prompt. A chunk that should
-end with this block is then shortened. The next chunk may only go up to the block's end, so vLLM shortens it to nothing,
-in each step. The hang starts in a step whose token budget does not reach the prompt's end.
+Suppose that fewer tokens than `num_prefill_lookahead` follow the last whole block of the prompt. vLLM then shortens a
+chunk that should end with this block. The next chunk must end with the block too, so vLLM shortens the next chunk to
+nothing, in each step. The hang starts in a step whose token budget does not reach the prompt's end.
 
-Fix: If Mamba states are kept, the fix does not shorten a chunk to nothing. vLLM then accepts fewer drafts.
-- Remove when: After both cuts, vLLM always schedules the remaining tokens in a later step.
+Fix: If vLLM keeps Mamba states, the fix shortens no chunk to nothing. vLLM then accepts fewer drafts.
+- Remove when: In a later step, vLLM always schedules the tokens that it has cut off.
 """
 
 import inspect
@@ -23,7 +23,7 @@ from kvfix.fixes.api import SCHEDULER, Any, Fix, Steps, fix_around, note, replac
 # With a lookahead of 0 or 1 token, vLLM shortens no chunk.
 @fix_around(only=lambda sched: sched.need_mamba_block_aligned_split and sched.num_prefill_lookahead > 1)
 def schedule(scheduler: Any, *_: Any, **__: Any) -> Steps:
-    """Wrap `schedule`, because a wrapper of `_reserve_prefill_lookahead` would run even for models without Mamba."""
+    """Replace `_reserve_prefill_lookahead` during the step, only for models with Mamba states."""
     shortened = scheduler._reserve_prefill_lookahead
 
     def _reserve_prefill_lookahead(request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:

@@ -3,9 +3,9 @@
 Symptom: The log shows `Running: 0 reqs, Waiting: 0 reqs` for ever. The engine uses asynchronous scheduling.
 
 Cause: When a turn has ended, `_handle_stopped_request` puts the session into a waiting queue for its next turn
-(scheduler.py 0.32.0:2490). If the session was preempted meanwhile, vLLM then removes it from the waiting queues, like a
-request that has ended (:2298). In addition, when the next input comes, vLLM drops all tokens of the session that are
-not computed (:1659). After a preemption, no token of the session is computed.
+(scheduler.py 0.32.0:2490). If the session was preempted during the step, vLLM then removes the session from the waiting
+queues, like a request that has ended (:2298). In addition, when the next input comes, vLLM drops all tokens of the
+session that are not computed (:1659). After a preemption, these are all tokens of the session.
 
 Fix: After `update_from_output`, the fix puts each session that is in no queue into a waiting queue. When the next input
 comes, the fix keeps all tokens of the session except the last one, as 0.33.0 does (scheduler.py:1889).
@@ -46,8 +46,7 @@ update_from_output = _has_sessions(_enqueue)
 
 
 def _with_its_tokens(scheduler: Any, session: Any, *more: Any, **named: Any) -> Any:
-    """If the fix itself raises an exception, still keep the session's earlier tokens. Otherwise the session returns
-    wrong text."""
+    """Keep the session's earlier tokens after an error of the fix, because without them the text would be wrong."""
     if session.num_computed_tokens >= session.num_tokens - 1:
         return GO_ON
     update = inspect.unwrap(type(scheduler)._update_request_as_session)
@@ -65,7 +64,7 @@ def _update_request_as_session(scheduler: Any, session: Any, *_: Any) -> Steps:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """End a turn. With the bug, the hook queues the session before its caller has removed other requests."""
+    """End a turn. With the bug, `_handle_stopped_request` puts the session into a queue too early."""
     _, queued = _scheduler.end_turn(hook, computed=21)
     return bool(queued)
 

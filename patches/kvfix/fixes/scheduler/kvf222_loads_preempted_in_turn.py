@@ -9,14 +9,14 @@ Symptom: The log alternates between `Running: 0 reqs` and `Running: 1 reqs`. The
 - a full KV cache
 
 Cause: vLLM admits a load if the blocks for its prompt are free (scheduler.py 0.32.0:1249). The first generated token
-may need one more block. If none is free, the request preempts itself while the last step of its prompt is in flight.
+may need one more block. If none is free, vLLM preempts the request while the last step of its prompt is in flight.
 With a connector that must send the KV to decode (`requires_kv_delivery`), vLLM drops the token that this step generates
-(:836). So the request loads again, into the blocks that it freed. Then another loaded request also preempts itself.
+(:836). So the request loads again, into the blocks that it freed. Then vLLM preempts another loaded request.
 
-Other engines are not affected. An engine that also consumes does not preempt a request with a step in flight
-(`defer_block_free`). With speculative decoding a load leaves blocks free (`_spec_decode_step_blocks`).
+An engine that is also a consumer (role kv_both) does not preempt a request with a step in flight
+(`defer_block_free`). With speculative decoding, a load leaves blocks free (`_spec_decode_step_blocks`).
 
-Fix: In an affected engine with more than one request, a load leaves one block free in each KV group, as with
+Fix: In an engine with the bug, a load leaves one block free in each KV group if there are other requests, as with
 speculative decoding. One of the requests gets this block for its first token.
 
 Mixed roll-out: Engines with and without the fix work together. The fix is opt-in because a load may start later.

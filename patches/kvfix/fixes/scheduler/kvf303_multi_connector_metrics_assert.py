@@ -3,9 +3,9 @@
 Symptom: After the first transfer the API server dies with `MooncakeConnector is not contained in the list of registered
 connectors with Prometheus metrics support`. The engine's processes stay alive, but no request is answered any more.
 
-Cause: Only some connectors have Prometheus metrics, and `observe` asserts that all do (multi_connector.py 0.32.0:126).
+Cause: Only some connectors have Prometheus metrics, but `observe` requires them (multi_connector.py 0.32.0:126).
 
-Fix: `observe` gets only the statistics of connectors that have metrics.
+Fix: The fix passes `observe` only the statistics of connectors that have metrics.
 - Upstream: https://github.com/vllm-project/vllm/issues/43828; fixed in 0.33.0.
 """
 
