@@ -4,7 +4,7 @@
     kvfix.apply()          # before vLLM is launched
 
 `apply` fixes the known bugs of the installed releases in this process and in every process that vLLM starts from it.
-`apply` does not import vLLM, LMCache or torch: kvfix applies a fix after the import of the fixed module.
+`apply` does not import vLLM, LMCache or torch, because kvfix applies a fix after the import of the fixed module.
 """
 
 from kvfix.activation import apply, revert, status

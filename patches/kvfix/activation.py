@@ -1,11 +1,11 @@
 """Pass one configuration to every process of an engine, and apply fixes there after the import of the fixed modules.
 
 vLLM starts EngineCore and its workers as other processes, most often by spawn, without the parent's patches. So
-`apply()` writes the configuration into the environment. `load`, a plugin of vLLM, reads it in each process, before vLLM
-creates scheduler, worker and connector (vllm/v1/engine/core.py, v1/worker/worker_base.py).
+`apply()` writes the configuration into the environment. `load`, a plugin of vLLM, reads the configuration in each
+process, before vLLM creates scheduler, worker and connector (vllm/v1/engine/core.py, v1/worker/worker_base.py).
 
-A finder on the meta path applies a fix after the import of the fixed module. `activate` applies it to modules that are
-already imported. kvfix does not use wrapt: its import is slow, and its hooks can break an import and cannot be removed.
+A finder on the meta path applies a fix after the import of the fixed module. `activate` also applies fixes to modules
+that are already imported. kvfix does not use wrapt: its import is slow, and its permanent hooks can break an import.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from kvfix.catalogue import FixRow
 
 ENV = "KVFIX"
-#: If this environment variable is set, vLLM silently skips the plugins not listed in it (vllm/plugins/__init__.py).
+#: If this environment variable is set, vLLM silently skips plugins that it does not list (vllm/plugins/__init__.py).
 _ALLOWED_PLUGINS = "VLLM_PLUGINS"
-#: vLLM copies a variable to Ray workers only if its prefix is in vLLM's list or in this one (vllm/ray/ray_env.py).
+#: vLLM copies a variable to Ray workers if vLLM's list or this variable contains its prefix (vllm/ray/ray_env.py).
 _RAY_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
-#: Top-level packages with fixed functions. The first import from one of them loads the fixes.
+#: Top-level packages with functions to fix. The first import from one of these packages loads the fixes.
 PACKAGES = ("lmcache", "vllm")
-#: Modules with functions that the connector events wrap, except in mode `fix`: the connector factory and the scheduler.
+#: Modules with functions that the connector events wrap in every mode except `fix`.
 WATCHED = ("vllm.distributed.kv_transfer.kv_connector.factory", "vllm.v1.core.sched.scheduler")
 
 
@@ -48,16 +48,16 @@ def apply(
     """Fix the known bugs of the installed vLLM and LMCache, in this process and in every process that it starts.
 
     Call this function before you launch vLLM. If you call it again, the new configuration replaces the old one. The
-    function imports no heavy modules, because kvfix applies a fix after the import of the fixed module.
+    function imports no heavy module, because kvfix applies a fix later, when the engine imports the fixed module.
 
     mode: `fix` applies fixes. `observe` also records the connector hooks. `check` also checks rules at each hook, and
     reports violations in the log and in files. `strict` also raises `kvfix.connector_events.Violation`.
     only, skip, plus: codes (`KVF001`) or slugs of fixes. By default, kvfix applies all fixes that are not opt-in.
     only: apply no other fixes. skip: do not apply these fixes. plus: apply these opt-in fixes too.
-    layers: also count the hooks that run once per layer and step, and record a hang in them. Not for mode `fix`.
+    layers: also count the hooks that run once per layer and step, and record if a layer hook hangs. Not in mode `fix`.
     audit: the fraction of hits that vLLM computes instead of loading, to check the cache. Needs `check` or `strict`.
     Raises ValueError for an unknown mode or fix, and for wrong `layers` or `audit`. Raises no other exception.
-    KVFIX=off in the environment keeps kvfix off, even if a program calls this function.
+    If KVFIX=off is in the environment, this function applies nothing.
     """
     config = Config(mode, only, skip, layers, plus, audit)
     text = os.environ.get(ENV)
@@ -77,7 +77,7 @@ def apply(
 
 
 def revert() -> None:
-    """Remove all fixes and the configuration from this process. Idempotent. Child processes keep their fixes."""
+    """Remove all fixes and the configuration from this process. Child processes keep their fixes."""
     for name, value in session.environment.items():
         if value is None:
             os.environ.pop(name, None)
@@ -94,16 +94,16 @@ def revert() -> None:
 
 
 def status() -> list[FixRow]:
-    """Return one row per fix and distribution: the state in this process, and why. Import neither vLLM nor LMCache."""
+    """Return one row for each fix and distribution, with the state of the fix in this process and the reason."""
     from kvfix import catalogue
 
     return catalogue.rows()
 
 
 def load() -> None:
-    """Entry point of `vllm.general_plugins` and of `kvfix run`: activate the configuration of the environment, if any.
+    """Activate the configuration that the environment holds, if any. vLLM's plugins and `kvfix run` call this function.
 
-    vLLM calls this function in each of its processes and catches no exception. So this function never raises.
+    vLLM calls this function in each of its processes, and does not catch exceptions. So this function never raises.
     """
     try:
         text = os.environ.get(ENV)
@@ -134,11 +134,11 @@ def _with(listed: str, item: str) -> str:
 
 
 class Finder:
-    """A meta path finder. The other finders find a module, and kvfix applies fixes after the module was executed."""
+    """A meta path finder. It lets the other finders find a module, and applies fixes after the module's execution."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
-        # The import system asks for thousands of modules. Return at once for a module outside PACKAGES.
+        # Python calls this function for thousands of modules. Return at once for a module outside PACKAGES.
         finding = get_ident(), name
         if name.partition(".")[0] not in PACKAGES or finding in session.finding or not _is_target(name):
             return None
@@ -156,7 +156,7 @@ class Finder:
 
 
 def activate(config: Config) -> None:
-    """Activate this configuration in this process. Remove the applied fixes that it leaves out."""
+    """Activate this configuration in this process. Remove applied fixes that the configuration does not want."""
     session.config = config
     if Finder not in sys.meta_path:
         sys.meta_path.insert(0, Finder)
@@ -170,7 +170,7 @@ def _settle_imported() -> None:
 
 
 def _settle(modules: dict[ModuleType, bool]) -> None:
-    """Apply the fixes and the connector events. modules: {module: True if its import has ended}."""
+    """Apply the fixes and the connector events to modules. modules: {module: True if its import has ended}."""
     from kvfix import applying
 
     for module, complete in modules.items():
@@ -189,7 +189,7 @@ def _watch(module: ModuleType) -> None:
 
 
 def _is_target(name: str) -> bool:
-    if session.modules is None:  # cached: LMCache often tries to import modules that do not exist
+    if session.modules is None:  # cached, because LMCache often tries to import modules that do not exist
         session.modules = engine_log.guarded("the fixes", _all_modules) or frozenset()
     return name in session.modules
 
@@ -201,14 +201,14 @@ def _all_modules() -> frozenset[str]:
 
 
 def _settle_when_executed(spec: ModuleSpec) -> None:
-    """Apply fixes after the loader has executed the module. Keep the loader object, because other tools inspect it."""
+    """Let the module's loader apply fixes after it has executed the module. Keep the loader, which other tools read."""
     loader = spec.loader
     execute = getattr(loader, "exec_module", None)
     if loader is None or execute is None:
         return
 
     def exec_module(module: ModuleType) -> None:
-        vars(loader).pop("exec_module", None)  # a reload must not run this function a second time
+        vars(loader).pop("exec_module", None)  # so that a reload does not run this function again
         session.executing.add(module.__name__)
         try:
             execute(module)

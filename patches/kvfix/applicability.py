@@ -1,12 +1,12 @@
-"""Judge whether an installed function has the bug of a fix. Then decide whether to apply the fix.
+"""Judge whether an installed function has the bug of a fix, and decide whether to apply the fix.
 
-The version number is not enough, because LMCache's post releases change functions, and users edit files. kvfix
-looks for a release that has the same file (by a hash) or, if there is none, the same function (by its fingerprint). If
-no release has the function, the behaviour probe decides. If the probe cannot decide, kvfix refuses the function.
+The version number is not enough, because LMCache's post releases change functions, and users edit files. kvfix looks
+for a release with the same file (by its hash) or, if there is none, with the same function (by its fingerprint). If no
+release has the function, the behaviour probe decides. If the probe cannot decide, kvfix refuses the function.
 
 A fix has one group of functions for each copy of the fixed code (`Owner.copy`). kvfix decides about each group
-separately, and wraps all functions of a group or none. kvfix refuses a group if one of its functions is unknown,
-missing or cannot be wrapped, or if no release has all of its functions. This module does not use the session.
+separately, and wraps all functions of a group or none. kvfix refuses a group if one of its functions is unknown or
+missing, or if no release has all functions of the group. kvfix also refuses a group if wrapping a function fails.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from kvfix.fixes.record import Fix, Target
 
 #: The states of a function or a fix, the worst first. A fix has the worst state of its functions.
-#: refused: the code is unknown, and no behaviour probe fits it. unknown: the behaviour probe decides in the process
-#: that imports the function. A fix may also be "unfixable" (a new release must fix the bug) or "opt-in" (you name it).
+#: refused: no release has this code, and no behaviour probe fits the code. unknown: a behaviour probe will decide in
+#: the process that imports the function. Only a fix can be "unfixable" (a new release must fix the bug) or "opt-in".
 STATES = (
     "refused", "unknown", "unfixable", "applicable", "opt-in", "applied", "fixed-upstream", "not-affected",
     "not-installed",
@@ -36,7 +36,7 @@ STATES = (
 
 
 class Applicability(NamedTuple):
-    """state: one of STATES. releases: the releases with the same code of the function; None if they are not known."""
+    """The state of a function or a fix. releases: the releases that have the function's code (None: not known)."""
 
     state: str
     reason: str
@@ -46,15 +46,15 @@ class Applicability(NamedTuple):
 @lru_cache(maxsize=1)
 def fingerprints() -> dict[str, Any]:
     """Return {dist: {"releases": [version], "functions": {target: {fingerprint: [version]}}, "files": {module: {hash of
-    the file: a version}}, "fixes": {module: [module of a fix]}}}, with the oldest version first.
+    the file: a version}}, "fixes": {module: [module of a fix]}}}. The versions are sorted, the oldest first.
 
-    `make fingerprints` writes fingerprints.json from the released files.
+    `make fingerprints` writes fingerprints.json from the files of the releases.
     """
     return dict(json.loads(pkgutil.get_data("kvfix", "fingerprints.json") or b""))  # kvfix may be in a zip
 
 
 def judge(target: Target) -> Applicability:
-    """Judge by the installed file, without importing it. `applicable`: a release with the bug has this code."""
+    """Judge a function by its installed file, without importing the file."""
     if installed_source.package_dir(target.dist) is None:
         return Applicability("not-installed", f"{target.dist} is not installed")
     path = installed_source.source_file(target.dist, target.module)
@@ -110,14 +110,14 @@ def wrong_releases(target: Target) -> frozenset[str]:
 
 
 def _judge_absent(target: Target, path: Path | None, same_file: str | None = None) -> Applicability:
-    """Judge a function that its file lacks. Releases without it have no bug. same_file: a release with this file."""
+    """Judge a missing function. A known release without the function has no bug. same_file: release with this file."""
     what = f"{target.function} in {path}" if path is not None else f"the module {target.module}"
     known = fingerprints().get(target.dist, {})
     releases: list[str] = known.get("releases", [])
     having = set[str]().union(*known.get("functions", {}).get(target.name, {}).values())
     absent = frozenset(releases).difference(having)
     version = same_file or installed_source.version(target.dist)
-    # If kvfix does not know the installed release, use the newest known release, which may lack the function too.
+    # If kvfix does not know the installed release, compare it with the newest known release.
     compared = version if version in releases else next(reversed(releases), "")
     release = f"{target.dist} {version or '(version unknown)'}"
     if compared in absent:
@@ -126,9 +126,9 @@ def _judge_absent(target: Target, path: Path | None, same_file: str | None = Non
 
 
 def judge_live(target: Target, module: ModuleType, function: Any = None) -> Applicability:
-    """Judge a function of an imported module by its file, by the live function, and by the probe.
+    """Judge a function of an imported module by its file, by the function in the module, and by the probe.
 
-    function: the live function without kvfix's wrappers, if kvfix has wrapped the function.
+    function: the function without kvfix's wrappers, if kvfix has wrapped the function.
     """
     by_file = judge(target)
     found = installed_source.live_function(module, target.function)
@@ -138,7 +138,7 @@ def judge_live(target: Target, module: ModuleType, function: Any = None) -> Appl
     owner, name, live = found
     is_elsewhere = name not in vars(owner) or getattr(owner, "__module__", module.__name__) != module.__name__
     if by_file.state == "not-affected" and is_elsewhere:
-        return by_file  # the function is inherited from another file, or this module only has an alias of its class
+        return by_file  # the class inherits the function from another file, or the module only imports the class
     function = function if function is not None else live
     if path is not None and not installed_source.is_from_file(function, path):
         other = getattr(function, "__module__", None) or "another tool"
@@ -162,7 +162,7 @@ def judge_live(target: Target, module: ModuleType, function: Any = None) -> Appl
 
 @contextmanager
 def _silent(module: ModuleType) -> Iterator[None]:
-    """Silence the module's logger. A probe calls hooks with stub objects, and must not write to the engine's log."""
+    """Silence the module's logger, so that hooks that a probe calls with stubs do not write to the engine's log."""
     logger = getattr(module, "logger", None)
     before = getattr(logger, "disabled", None)
     if logger is None or before is None:
@@ -176,7 +176,7 @@ def _silent(module: ModuleType) -> Iterator[None]:
 
 
 class Decision(NamedTuple):
-    """The decision on one group of a fix. outcome: the state of the whole group. wrapped: the functions to wrap."""
+    """The decision about one group of a fix. outcome: the state of the whole group. wrapped: the functions to wrap."""
 
     group: tuple[Target, ...]
     outcome: Applicability
@@ -188,7 +188,7 @@ class Decision(NamedTuple):
 
 
 def decide(fix: Fix, judge: Callable[[Target], Applicability]) -> list[Decision]:
-    """Return the decision for each group of the fix. judge: function that returns the verdict on one target."""
+    """Return the decision about each group of the fix. judge: a function that judges one target."""
     return [_decide(targets, {target: judge(target) for target in targets}) for _, targets in fix.groups]
 
 
@@ -206,7 +206,7 @@ def _worst(targets: Iterable[Target], judged: dict[Target, Applicability]) -> Ap
 
 
 def _obstacle(targets: tuple[Target, ...], judged: dict[Target, Applicability]) -> Applicability | None:
-    """Return why kvfix refuses a group that has a function with the bug; None if kvfix can wrap the group."""
+    """Return why kvfix refuses a group that has the bug, or None if kvfix can wrap the group."""
     worst = _worst(targets, judged)
     if worst.state in ("refused", "unknown"):
         return worst

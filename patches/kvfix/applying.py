@@ -1,8 +1,8 @@
 """Apply and remove the wrappers of the fixes and of the connector events.
 
-A fix is one transaction. kvfix judges all functions of a fix before it wraps any (`kvfix.applicability`), by their file
-if their module is not imported yet. If a function turns out to differ from its file after the import, kvfix removes the
-whole fix. Each function has one `WrappedFunction`. It holds all wrappers, can remove each, or restore the original.
+A fix is one transaction. kvfix judges all functions of a fix before it wraps any function (`kvfix.applicability`). If
+the module of a function is not imported yet, kvfix judges the function by its file. If the imported function differs
+from the file, kvfix removes the whole fix. Each function has one `WrappedFunction`, which holds all its wrappers.
 """
 
 import inspect
@@ -22,11 +22,11 @@ _HALF_IMPORTED = Applicability(
 
 
 def settle(module: ModuleType, complete: bool) -> None:
-    """Apply the fixes of functions in this module that the configuration wants. Remove the unwanted fixes.
+    """Apply the wanted fixes of functions in this module, and remove the unwanted fixes.
 
-    complete: False while the import of the module has not ended. kvfix cannot apply fixes to the module yet.
+    complete: True if the import of the module has ended. kvfix cannot apply fixes to the module earlier.
     """
-    fixes = catalogue.fixes_of(module.__name__)  # this imports modules, so it runs without the lock
+    fixes = catalogue.fixes_of(module.__name__)  # outside the lock, because this call imports modules
     with session.lock:
         _forget_reloaded(module)
         if complete:
@@ -41,7 +41,7 @@ def settle(module: ModuleType, complete: bool) -> None:
 
 
 def attach(holder: type, name: str, key: str, wrapper: Wrapper) -> None:
-    """Put a wrapper that belongs to no fix around a method of this class, outside the wrappers of all fixes."""
+    """Add a wrapper that belongs to no fix to a method of this class, around the wrappers of all fixes."""
     owner: Any = next(each for each in holder.__mro__ if name in vars(each))
     at = (owner.__module__, f"{owner.__qualname__}.{name}")
     with session.lock:
@@ -49,7 +49,7 @@ def attach(holder: type, name: str, key: str, wrapper: Wrapper) -> None:
         if function is None or function.owner is not owner:
             function = session.wrapped[at] = WrappedFunction(owner, name, vars(owner)[name])
         if key not in function:
-            function.add(key, 1000, wrapper)  # outermost
+            function.add(key, 1000, wrapper)  # the highest order, so that the wrapper is outermost
 
 
 def detach(key: str) -> None:
@@ -60,7 +60,6 @@ def detach(key: str) -> None:
 
 
 def remove_all() -> None:
-    """Remove every wrapper and put back every original."""
     with session.lock:
         for function in session.wrapped.values():
             function.clear()
@@ -72,7 +71,7 @@ def remove_all() -> None:
 
 
 def _settle(fix: Fix, imported: str) -> None:
-    """Wrap the functions of this fix, or unwrap them if it is unwanted or refused. imported: the module to settle."""
+    """Wrap the functions of this fix. If the fix is unwanted or refused, unwrap them. imported: name of the module."""
     is_taken = session.config is not None and session.config.takes(fix.code, fix.opt_in)
     if not is_taken or fix.code in session.held_back:
         for target in fix.targets:
@@ -94,7 +93,7 @@ def _settle(fix: Fix, imported: str) -> None:
 
 
 def _judged(target: Target) -> Applicability:
-    """Judge this function without the wrappers of kvfix."""
+    """Judge the function without kvfix's wrappers."""
     module = sys.modules.get(target.module)
     if module is None or target.module in session.executing:
         return applicability.judge(target)
@@ -113,7 +112,7 @@ def _judged(target: Target) -> Applicability:
 def _wrap(fix: Fix, targets: list[Target]) -> tuple[Target, Exception] | None:
     """Wrap these functions of the fix if their modules are imported, and unwrap the other functions of the fix.
 
-    Make every wrapper before adding the first one. If a wrapper cannot be made, change nothing: return the error.
+    Make all wrappers before adding the first wrapper. If making a wrapper fails, change nothing and return the error.
     """
     new: list[tuple[WrappedFunction, Target, Wrapper]] = []
     try:
@@ -148,7 +147,7 @@ def _wrapped(target: Target, module: ModuleType) -> WrappedFunction:
 
 
 def _note_outcomes(fix: Fix, decisions: list[Decision]) -> None:
-    """Store the outcome of each function whose module is imported. Log a refused fix."""
+    """Store in `session.outcomes` the state of each function whose module is imported. Log a refused fix."""
     wrapped = {target for decision in decisions for target in decision.wrapped}
     for decision in decisions:
         for target in decision.group:
@@ -172,7 +171,7 @@ def _note_outcomes(fix: Fix, decisions: list[Decision]) -> None:
 
 
 def log_applied() -> None:
-    """Log, in one line for each module, the fixes that were applied to it since the last call."""
+    """Log one line for each module, with the fixes that kvfix has applied to the module since the last call."""
     while session.newly_applied:
         module, codes = session.newly_applied.popitem()
         dist = module.partition(".")[0]
@@ -181,7 +180,7 @@ def log_applied() -> None:
 
 
 def _forget_reloaded(module: ModuleType) -> None:
-    """If the module was reloaded (importlib.reload), drop its wrapped functions and their outcomes."""
+    """If `importlib.reload` has replaced functions of the module, forget the old functions and their states."""
     for (name, function), wrapped in list(session.wrapped.items()):
         if name == module.__name__ and _is_gone(wrapped, module, function):
             del session.wrapped[name, function]
@@ -192,10 +191,10 @@ def _forget_reloaded(module: ModuleType) -> None:
 
 
 def _is_gone(wrapped: WrappedFunction, module: ModuleType, function: str) -> bool:
-    """Return True if the module now has another function of this name, because the module was reloaded.
+    """Return True if a reload of the module has replaced the function.
 
-    Return False if another tool has wrapped kvfix's function. `inspect.unwrap` then finds the same original. If the
-    tool's wrapper has no `__wrapped__`, `unwrap` finds the wrapper, whose file or name differs from the original's.
+    If another tool has wrapped kvfix's function, return False. `inspect.unwrap` then finds the same original. If the
+    tool's wrapper has no `__wrapped__`, `unwrap` finds this wrapper, and its file or name differs from the original's.
     """
     found = installed_source.live_function(module, function)
     if found is None:
@@ -205,6 +204,6 @@ def _is_gone(wrapped: WrappedFunction, module: ModuleType, function: str) -> boo
 
 
 def _source(function: Any) -> tuple[str, str]:
-    """Return the file and the name with which the function was compiled."""
+    """Return the file and the name from the function's code."""
     code = getattr(function, "__code__", None)
     return (code.co_filename, code.co_name) if code is not None else ("", "")

@@ -1,4 +1,4 @@
-"""All fixes, the state of each fix in this process, and the fixes that handle a finding."""
+"""List the fixes, their states in this process, and the fixes for a finding."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from kvfix.fixes.record import Fix, Target
     from kvfix.ledger import Finding
 
-#: Advice if no fix is found.
+#: Advice for the user if kvfix finds no fix in its own files.
 REINSTALL = "Install kvfix again, from its wheel or its checkout."
 
 
 @functools.lru_cache(maxsize=1)
 def fixes() -> tuple[Fix, ...]:
-    """Return every fix, sorted by code. Skip a fix that cannot be loaded, with a warning."""
+    """Return every fix, sorted by code. If a fix cannot be loaded, skip the fix and log the error."""
     found = [fix for _, module in folder.modules().values() if (fix := _load(module)) is not None]
     if not found:
         engine_log.warning(
@@ -34,13 +34,13 @@ def fixes() -> tuple[Fix, ...]:
 
 
 def fixes_of(module: str) -> list[Fix]:
-    """Return the fixes of functions in this module, sorted by code. Load no other fixes."""
+    """Return the fixes for functions in this module of vLLM or LMCache, sorted by code. Load no other fixes."""
     return [fix for fix in map(_load, modules_of_fixes().get(module, ())) if fix is not None]
 
 
 @functools.lru_cache(maxsize=1)
 def modules_of_fixes() -> dict[str, list[str]]:
-    """Return {module of vLLM or LMCache: modules of its fixes}. Load only fixes that are not in fingerprints.json."""
+    """Return {module of vLLM or LMCache: modules of its fixes}. Load only fixes that fingerprints.json lacks."""
     found: dict[str, list[str]] = {}
     indexed = set()
     for known in applicability.fingerprints().values():
@@ -65,12 +65,12 @@ def find(name: str) -> Fix | None:
 
 
 def handling(rule: str, text: str | None = None) -> list[Fix]:
-    """Return all fixes whose `evidence` lists this rule or finding, even for other releases. text: the message."""
+    """Return the fixes, for any release, whose `evidence` has this rule or finding. text: a message to match."""
     return [fix for fix in fixes() if rule in fix.evidence and (text is None or re.search(fix.evidence[rule], text))]
 
 
 class FixRow(NamedTuple):
-    """The state of a fix in a distribution. version: "" if not known. verdict: one of STATES, as in `--json`."""
+    """The state of a fix in a distribution. verdict: one of STATES. version: the installed version, or ""."""
 
     code: str
     slug: str
@@ -81,23 +81,23 @@ class FixRow(NamedTuple):
 
 
 def rows(judge: Callable[[Target], Applicability] = applicability.judge) -> list[FixRow]:
-    """Return one row for each fix and distribution. A verdict in `session.judged` takes precedence over `judge`."""
+    """Return one row for each fix and distribution. judge: called for functions that are not in `session.judged`."""
     return [row for fix in fixes() for row in rows_of(fix, judge)]
 
 
 def rows_of(fix: Fix, judge: Callable[[Target], Applicability] = applicability.judge) -> Iterator[FixRow]:
-    """Yield one row for each distribution of this fix. If the fix has several groups, take the worst state."""
+    """Yield one row for each distribution of this fix, with the worst state of the fix's groups."""
     decisions = applicability.decide(fix, lambda target: session.judged.get(target) or judge(target))
     for dist in fix.dists:
         outcomes = [_outcome(fix, decision) for decision in decisions if dist in decision.dists]
-        if any(each.state == "applied" for each in outcomes):  # the code's other copy may not be imported yet
+        if any(each.state == "applied" for each in outcomes):  # another copy of the code may not be imported yet
             outcomes = [each for each in outcomes if each.state != "applicable"]
         state, reason, _ = min(outcomes, key=lambda each: STATES.index(each.state))
         yield FixRow(fix.code, fix.slug, dist, installed_source.version(dist), state, reason)
 
 
 def _outcome(fix: Fix, decision: Decision) -> Applicability:
-    """Return the state of the decision's group in this process."""
+    """Return the state, in this process, of the group that the decision is about."""
     if decision.outcome.state != "applicable":
         return decision.outcome
     if not fix.fixable:
@@ -119,7 +119,7 @@ def _outcome(fix: Fix, decision: Decision) -> Applicability:
 
 
 def rows_handling(finding: Finding) -> list[FixRow]:
-    """Return the rows of the fixes for this finding. Leave out fixes that the installed releases do not need."""
+    """Return the rows of the fixes for this finding, without fixes that the installed releases do not need."""
     needed = ("applied", "applicable", "opt-in", "refused", "unknown", "unfixable")
     found = [row for fix in handling(finding.code, finding.message) for row in rows_of(fix)]
     return [row for row in found if row.verdict in needed]

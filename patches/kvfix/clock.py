@@ -1,6 +1,5 @@
-"""The clock of the fixes and the connector events. The lab replaces `now` by its own clock."""
+"""The clock of the fixes and of the connector events, in monotonic seconds. `kvfix lab` replaces `now`."""
 
 import time
 
-#: The time in seconds of the monotonic clock.
 now = time.monotonic

@@ -1,15 +1,15 @@
 """The configuration: a mode and a choice of fixes. The environment variable KVFIX holds the configuration as text.
 
-`activation.apply` describes the modes.
+`activation.apply` describes the modes. Examples:
 
-    KVFIX=fix                      all fixes that are not opt-in
-    KVFIX="fix only=KVF001"        only these fixes
-    KVFIX="fix skip=KVF001,KVF002" all fixes that are not opt-in, except for these
-    KVFIX="fix plus=KVF017"        all fixes that are not opt-in, and this opt-in fix
-    KVFIX="check skip=KVF001"      mode `check`, and all fixes that are not opt-in, except for this one
-    KVFIX="observe layers=yes"     also count the hooks that run once per layer
-    KVFIX="check audit=0.001"      also compute one hit in a thousand, and compare it with the cache
-    KVFIX=off                      no fixes, even if a program calls kvfix.apply()
+    KVFIX=fix                      apply all fixes that are not opt-in
+    KVFIX="fix only=KVF001"        apply only the named fixes
+    KVFIX="fix skip=KVF001,KVF002" apply all fixes that are not opt-in, except for the named fixes
+    KVFIX="fix plus=KVF017"        apply all fixes that are not opt-in, and the named opt-in fixes
+    KVFIX="check skip=KVF001"      use mode `check`, and apply the fixes as with "fix skip=KVF001"
+    KVFIX="observe layers=yes"     use mode `observe`, and also count the hooks that run once per layer
+    KVFIX="check audit=0.001"      use mode `check`, and compare one cached hit in a thousand with computed KV
+    KVFIX=off                      apply no fixes, even if a program calls kvfix.apply()
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-#: `fix` applies fixes, `observe` also records hooks, `check` also checks rules, and `strict` also raises exceptions.
+#: Each mode also does what the modes before it do: apply fixes, record hooks, check rules, raise exceptions.
 MODES = ("fix", "observe", "check", "strict")
 
 
 class Config:
-    """`only`, `skip` and `plus` have codes, never slugs. If `only` is None, all fixes apply that are not opt-in.
+    """A configuration. The attributes `only`, `skip` and `plus` contain codes of fixes, never slugs.
 
-    audit: 0 if there is no audit. The constructor raises ValueError, which suggests a slug if a fix is unknown.
+    If `only` is None, the configuration wants all fixes that are not opt-in. If `audit` is 0, there is no audit. The
+    constructor raises ValueError for a wrong argument.
     """
 
     def __init__(
@@ -77,14 +78,14 @@ class Config:
         return self.mode + only + skip + plus + (" layers=yes" if self.layers else "") + audit
 
     def takes(self, code: str, opt_in: bool = False) -> bool:
-        """Return True if this fix is wanted. An opt-in fix must be named."""
+        """Return True if the configuration wants this fix. The user must name an opt-in fix."""
         if code in self.skip:
             return False
         return code in self.plus or (not opt_in if self.only is None else code in self.only)
 
 
 def _fraction(value: float | str) -> float:
-    """Return `audit` as a number from 0 to 1. Raise ValueError for any other value."""
+    """Return `audit` as a number. Raise ValueError if it is not a number from 0 to 1."""
     try:
         found = float(value)
     except ValueError:
@@ -98,7 +99,7 @@ def _codes(names: Iterable[str]) -> frozenset[str]:
     names = names.split(",") if isinstance(names, str) else list(names)
     if not names:
         return frozenset()
-    from kvfix import engine_log, fixes  # imported here: this takes 20 ms, and many processes do not need it
+    from kvfix import engine_log, fixes  # imported only here, because the import takes 20 ms
 
     known = {code: slug for code, (slug, _) in fixes.modules().items()}
     by_slug = {slug: code for code, slug in known.items()}

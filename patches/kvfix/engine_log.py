@@ -1,8 +1,8 @@
 """Write kvfix's lines to the engine's log, each line at most once in a process. The functions never raise.
 
 A line may quote an exception, and the exception may quote text of a client. So kvfix limits the length of a line, the
-number of texts that it remembers, and the lines of one kind. The lines go to the logger `kvfix`, or to stderr without
-configured logging. kvfix imports `logging` at its first line, so that `kvfix.apply()` does not delay a process.
+number of remembered texts, and the number of lines of one kind. The lines go to the logger `kvfix`, or to stderr if
+logging is not configured. kvfix imports `logging` only when it logs its first line, so that `kvfix.apply()` is fast.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-#: kvfix cuts a line to LONGEST characters, and remembers the last TEXTS texts and KINDS kinds of lines.
+#: kvfix cuts a line to LONGEST characters, and remembers the last TEXTS texts and the last KINDS kinds of lines.
 LONGEST, TEXTS, KINDS = 2000, 1000, 200
-#: After LINES lines of one kind, kvfix logs at most one line of this kind every PAUSE seconds.
+#: After LINES lines of one kind, kvfix logs at most one line of this kind in PAUSE seconds.
 LINES, PAUSE = 8, 60.0
 
 
@@ -27,7 +27,6 @@ def info(text: str) -> None:
 
 
 def warning(text: str) -> None:
-    """Log what is wrong, where, and what to do."""
     _report("warning", text)
 
 
@@ -50,7 +49,7 @@ def _report(level: str, text: str) -> None:
 
 
 def _admitted(text: str) -> str:
-    """Return the line to log; "" if the text is a repetition, or its kind has too many lines. Kind: text before ":"."""
+    """Return the line to log. Return "" for a repeated text, or after too many lines of its kind (text before ":")."""
     if text in session.reported:
         return ""
     _remember(session.reported, text, None, TEXTS)
@@ -70,15 +69,15 @@ def _remember(kept: dict[str, Any], name: str, value: Any, most: int) -> None:
 
 
 def fault(where: str, error: BaseException) -> None:
-    """Log once that code of kvfix has failed at `where`. The engine continues."""
+    """Log that code of kvfix has raised an exception at `where`. Log each type of exception once."""
     kind = f"a fault of kvfix itself in {where}: {type(error).__name__}"
     session.faults[kind] = session.faults.get(kind, 0) + 1
-    if session.faults[kind] == 1:  # the text of the error may differ each time
+    if session.faults[kind] == 1:  # `_admitted` is not enough, because the text of the error may differ each time
         warning(f"{kind}: {error}. The engine continues. Please report this error; KVFIX=off switches kvfix off.")
 
 
 def guarded(where: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Call code of kvfix. Return its answer, or log its exception and return None."""
+    """Call a function of kvfix and return its result. If the function raises, log the exception and return None."""
     try:
         return function(*args)
     except Exception as error:  # noqa: BLE001

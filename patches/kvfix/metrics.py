@@ -1,10 +1,10 @@
-"""Count the actions and the errors of each fix, and the violations. Log the first action of each fix.
+"""Count each fix's actions and errors, and the violations of rules. Log the first action of each fix.
 
-A fix acts if it changes an answer or an argument, or skips a call. `kvfix.wrapping` notices these actions by itself. A
-fix that changes an object in place must report the change with `note`.
+A fix acts if it changes a function's return value or arguments, or skips a call. `kvfix.wrapping` notices these
+actions. A fix that changes an object in place must report the change with `note`.
 
-If prometheus_client is in use, vLLM's /metrics shows the counts too. EngineCore and its workers export the counts like
-vLLM's metrics, in the client's multi-process mode (PROMETHEUS_MULTIPROC_DIR, v1/metrics/prometheus.py).
+If prometheus_client is in use, vLLM's /metrics also shows kvfix's counts. EngineCore and its workers export the counts
+like vLLM's metrics, in the client's multi-process mode (PROMETHEUS_MULTIPROC_DIR, v1/metrics/prometheus.py).
 """
 
 import sys
@@ -20,7 +20,7 @@ _PLAIN = (int, bool, str, float, type(None))
 
 @dataclass(slots=True)
 class Tally:
-    """Counters of the wrappers with one key. acted: actions. faults: errors. first: the first action, as text."""
+    """Counts of the wrappers with one key, for example a fix. acted: actions. faults: errors. first: first action."""
 
     key: str
     acted: int = 0
@@ -28,7 +28,7 @@ class Tally:
     first: str = ""
 
 
-#: The tally of the wrapper that a `WrappedFunction` is making; otherwise NONE. `session.lock` protects `composing`.
+#: The tally of the wrapper that a `WrappedFunction` makes now, otherwise NONE. `session.lock` protects `composing`.
 composing = NONE = Tally("")
 
 
@@ -37,13 +37,12 @@ def of(key: str) -> Tally:
 
 
 def counts(key: str) -> dict[str, Any]:
-    """Return the counters of this fix in this process, for `kvfix status PID` and dumps."""
     tally = session.tallies.get(key) or Tally(key)
     return {"acted": tally.acted, "faults": tally.faults, "first": tally.first}
 
 
 def note(module_name: str, what: str = "") -> None:
-    """Count that a fix has changed an object in place: `note(__name__, "request r7: 16 tokens are not stored")`."""
+    """Count that a fix has changed an object in place, as in `note(__name__, "request r7: 16 tokens not stored")`."""
     acted(of(module_name.rpartition(".")[2].partition("_")[0].upper()), what=what)
 
 
@@ -60,7 +59,7 @@ def acted(tally: Tally, function: Callable[..., Any] | None = None, args: tuple[
 
 
 def changed(tally: Tally, function: Callable[..., Any], args: tuple[Any, ...], answer: Any, now: Any) -> None:
-    """Count that the fix has changed the answer of this call, unless both answers are plain values and are equal."""
+    """Count that the fix has changed the return value from `answer` to `now`, unless both are equal plain values."""
     if type(answer) is not type(now) or type(answer) not in _PLAIN or answer != now:
         what = "" if tally.acted else f"answered {_short(answer)}, corrected to {_short(now)}"
         acted(tally, function, args, what)
@@ -81,19 +80,17 @@ def _text(function: Callable[..., Any] | None, args: tuple[Any, ...], what: str)
 
 
 def _short(value: Any) -> str:
-    """Return a number as text, and any other value as its type, because the value may contain text of a user."""
+    """Return a number as text, but only the type of any other value, because the value may contain user data."""
     if isinstance(value, tuple) and len(value) < 4:
         return f"({', '.join(map(_short, value))})"
     return repr(value) if type(value) in (int, bool, float, type(None)) else f"a {type(value).__name__}"
 
 
 def violated(rule: str) -> None:
-    """Count one violation of this rule in kvfix_violations_total."""
     _count("kvfix_violations", "Violated invariants of the KV-cache accounting.", rule=rule)
 
 
 def audited(chunks: int) -> None:
-    """Count chunks that the audit has compared, in kvfix_audited_chunks_total."""
     _count("kvfix_audited_chunks", "Cached chunks compared with computed KV.", chunks)
 
 
@@ -107,7 +104,7 @@ def _count(name: str, text: str, by: int = 1, **label: str) -> None:
 
 
 def settled() -> None:
-    """Set kvfix_fixes to 1 for each fix. The label `verdict` is the state of the fix in this process."""
+    """Set the metric kvfix_fixes to 1 for each fix, with the state of the fix in this process as label `verdict`."""
     try:
         from kvfix import catalogue
 
@@ -122,7 +119,7 @@ def settled() -> None:
 
 
 def _metric(kind: str, name: str, text: str, *labels: str, **more: str) -> Any:
-    """Return the metric of this name, created once; None if prometheus_client is not imported or has failed."""
+    """Return the metric of this name, or None if prometheus_client is not imported or has failed."""
     client: Any = sys.modules.get("prometheus_client")
     if session.metrics is None:
         return None
@@ -132,6 +129,6 @@ def _metric(kind: str, name: str, text: str, *labels: str, **more: str) -> Any:
 
 
 def _give_up(error: Exception) -> None:
-    """Report the error and stop using the client, because a client that has failed once fails again."""
+    """Log the error, and do not use prometheus_client again, because it would fail again."""
     session.metrics = None
     engine_log.fault("kvfix.metrics", error)

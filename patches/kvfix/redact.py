@@ -1,42 +1,42 @@
 """Hide secrets in errors, log lines and other text. kvfix_tools/redact.py hides secrets in settings and JSON.
 
-`text` finds secrets by name (a password, a token, an API key). It also finds secrets by value: a URL with a user, an
-Authorization header, a key in the format of a known service. It hides too much rather than too little.
+`text` finds secrets by their names (a password, a token, an API key). `text` also finds secrets by their values: a URL
+with a user, an Authorization header, a key in the format of a known service. In doubt, `text` hides a value.
 
 The text may be megabytes long, and an attacker may have chosen it. So no pattern may read the same characters many
-times: the code searches for the end of a value only once.
+times. For example, the code searches for the end of a value only once.
 """
 
 import re
 
 HIDDEN = "<hidden>"
 
-#: A name with one of these words is the name of a secret. The list lacks "tokens", because "tokens" names a count.
+#: A name that contains one of these words names a secret. "tokens" is not in the list, because it names a count.
 _WORDS = {
     "accountkey", "apikey", "auth", "authentication", "authorization", "bearer", "cookie", "credential", "credentials",
     "creds", "dsn", "jwt", "passcode", "passphrase", "passwd", "password", "pwd", "sas", "secret", "secrets",
     "signature", "token",
 }  # fmt: skip
-#: Endings of words without separators, such as PGPASSWORD or accesstoken.
+#: A name also names a secret if a word ends with one of these texts, for example PGPASSWORD or accesstoken.
 _ENDS = ("apikey", "passphrase", "passwd", "password", "secret", "token")
-#: In text, "key" alone mostly means the key of a chunk, so these patterns need a second word.
+#: In text, "key" alone mostly means the key of a chunk. So these patterns match "key" only with another word.
 _KEYS = re.compile(
     r"(?i)(?:api|access|account|private|secret|signing|ssh|ssl|tls|encryption|shared|master|license|service|client)"
     r"[-_.]?(?:access[-_.]?)?key|(?:db|user|smtp|redis|mysql|postgres|proxy|admin|root)[-_]?pass\b"
 )
-#: Names that contain one of the words but name no secret: a source file in a log line, ids and numbers of tokens.
+#: These names contain one of the words above, but name no secret: a source file, ids of tokens, numbers of tokens.
 _HARMLESS = re.compile(r"(?i)(?:\.py|token_?(?:ids?|budgets?))$")
 _SPLIT = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
 
-#: (pattern of a secret without a name, its replacement)
+#: (pattern of a secret that has no name, replacement)
 _VALUES = (
     (re.compile(r"(?i)\b((?:bearer|basic)\s+)[\w.~+/=-]{8,}"), rf"\1{HIDDEN}"),
     (re.compile(r"(?s)-----BEGIN ([A-Z ]*PRIVATE KEY(?: BLOCK)?)-----.*?(?:-----END \1-----|\Z)"), HIDDEN),
     (re.compile(r"((?<![\w-])(?:-u|--user)[ \t=]+[\w.@-]+:)(?!//)[^\s\"']+"), rf"\1{HIDDEN}"),
     (re.compile(r"([?&]sig=)[\w%+/=.-]{16,}"), rf"\1{HIDDEN}"),
-    # A JSON web token: at least a header and its claims.
+    # A JSON web token has at least a header and claims.
     (re.compile(r"(?<![\w-])eyJ[\w-]{8,}\.[\w-]{8,}[\w.-]*"), HIDDEN),
-    # Keys of services, by their first characters.
+    # The keys of services have typical first characters.
     (
         re.compile(
             r"(?<![A-Za-z0-9])(?:"
@@ -50,33 +50,33 @@ _VALUES = (
         HIDDEN,
     ),
 )
-#: A word that may contain URLs. After each "://", kvfix looks for one user.
+#: A word that may contain URLs. `_without_users` looks for a user after each "://".
 _WORD = re.compile(r"[^\s\"'<>]+")
 _PORT = re.compile(r"\d+[/?#]")
 
-#: Matches a name and the "=" or ":" after it, in JSON, YAML, a query or a repr. A name begins at the start of a word.
+#: Matches a name and the "=" or ":" after the name, in JSON, YAML, a query or a repr. Names begin where words begin.
 _NAMED = re.compile(
     r"(?P<name>\\{0,16}[\"'][\w.-]+\\*[\"']\]?|(?<![\w.-])(?=[\w.-]*?[A-Za-z])[\w.-]+)[ \t]*[=:]{1,2}>?[ \t]*"
 )
-#: Matches an option, or the name of a header, if the value is the next word. It also matches in the repr of a list.
+#: Matches an option or the name of a header if the next word is the value, also in the repr of a list.
 _OPTION = re.compile(r"(?<![\w.-])(?P<name>(?:--?|[Xx]-)[A-Za-z][\w.-]*)(?:[ \t]+(?!-)|[\"'], ?(?=[\"']))")
-#: An element of XML, and a pair of name and value as in Kubernetes' environment variables.
+#: _ELEMENT matches the start of an XML element. _PAIR matches a name before its value, as Kubernetes writes variables.
 _ELEMENT = re.compile(r"<(?P<name>[A-Za-z][\w.-]*)>")
 _PAIR = re.compile(r"(?i)[\"']?\bname[\"']?[=:] ?[\"']?(?P<name>[\w.-]{1,256})[\"']?,?\s{1,64}[\"']?value[\"']?[=:] ?")
 _QUOTE = re.compile(r"\\*[\"']")
-#: A value without quotes. A comma or bracket ends it only before white space, punctuation, another name or the end.
+#: A value without quotes. Commas and brackets end a value only before white space, punctuation, a name or the end.
 _PLAIN = re.compile(r"(?:[^\s\"',;&)\]}]|[,;&](?!\s|$|[\w.-]{1,64}=)|[)\]}](?![\s,;.)\]}\"']|$))+")
 _LINE, _HEADER, _CONTENT = re.compile(r"[^\n]+"), re.compile(r"[^\n\"']+"), re.compile(r"[^<]+")
-#: Matches the text before a name if the name begins its line.
+#: Matches the text before a name if the name is the first word of its line.
 _BEGINS = re.compile(r"(?:^|\n)[ \t]*(?:- |export )?$")
-#: First characters of a list, a dict or a tuple. kvfix hides its whole line.
+#: If a value begins with one of these characters, kvfix hides the rest of the line.
 _OPEN = {"[", "{", "("}
-#: Headers whose value has spaces.
+#: Headers whose values have spaces.
 _HEADERS = {"authorization", "cookie"}
 
 
 def is_secret(name: str, keys: bool = True) -> bool:
-    """Return True if the value of this name is a secret. keys: True if the word "key" alone is enough."""
+    """Return True if this is the name of a secret. keys: True if the word "key" in a name is enough."""
     if _HARMLESS.search(name):
         return False
     words = {word.lower() for word in _SPLIT.split(name)}
@@ -95,7 +95,7 @@ def text(words: str) -> str:
 
 
 def _without_users(found: re.Match[str]) -> str:
-    """Hide user and password in each URL of a word. They end at the last @, because a password may contain an @."""
+    """Hide user and password in each URL of a word, up to the last @, because a password may contain an @."""
     first, *rest = found[0].split("://")
     return "://".join([first, *map(_without_user, rest)]) if rest else found[0]
 
@@ -113,7 +113,7 @@ def _without_user(url: str) -> str:
 
 
 def _without_values(words: str, pattern: re.Pattern[str]) -> str:
-    """Hide the value after each match whose name is the name of a secret."""
+    """Hide the value after each match of `pattern` whose name is the name of a secret."""
     shown: list[str] = []
     done = 0
     found = pattern.search(words)
@@ -130,7 +130,7 @@ def _without_values(words: str, pattern: re.Pattern[str]) -> str:
 
 
 def _value(words: str, found: re.Match[str], name: str) -> tuple[int, int]:
-    """Return the begin and end of the value, without its quotes."""
+    """Return where the value begins and where it ends, without its quotes."""
     begins = found.end()
     opening = _QUOTE.match(words, begins)
     if opening:
@@ -148,7 +148,7 @@ def _value(words: str, found: re.Match[str], name: str) -> tuple[int, int]:
 
 
 def _closing(words: str, opening: re.Match[str]) -> int:
-    """Return where the value ends: at a quote with no more backslashes than `opening`, or at the end of the line."""
+    """Return where a value in quotes ends. A quote with more backslashes than `opening` is part of the value."""
     line = words.find("\n", opening.end())
     for found in _QUOTE.finditer(words, opening.end(), len(words) if line < 0 else line):
         if found[0][-1] == opening[0][-1] and len(found[0]) <= len(opening[0]):

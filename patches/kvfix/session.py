@@ -1,6 +1,6 @@
 """The state of kvfix in this process: its configuration, wrapped functions, reports and recorded events.
 
-Only the object `session` holds state. This module imports little, so that `apply()` is fast.
+The object `session` holds all of this state. This module imports little, so that `kvfix.apply()` is fast.
 """
 
 import os
@@ -19,68 +19,66 @@ if TYPE_CHECKING:
     from kvfix.metrics import Tally
     from kvfix.wrapping import WrappedFunction
 
-#: Events that the recorder keeps. An event takes about 200 bytes.
+#: Number of events that the recorder keeps. An event takes about 200 bytes.
 EVENTS = 8192
 
 
 class Session:
-    """The state of kvfix in this process. `session` is the only instance."""
-
     def __init__(self) -> None:
-        #: None: kvfix does nothing in this process.
+        #: None if kvfix does nothing in this process.
         self.config: Config | None = None
-        #: {environment variable: its value before `apply()` changed it; None: not set}.
+        #: {environment variable that `apply()` has changed: its earlier value, or None if it was not set}.
         self.environment: dict[str, str | None] = {}
 
-        # The log of the engine (engine_log).
-        #: The texts that were logged, the oldest first.
+        # The lines of kvfix in the engine's log (engine_log).
+        #: The logged texts, the oldest first.
         self.reported: dict[str, None] = {}
-        #: {kind of a line: (lines logged, monotonic seconds of the last line, lines left out after it)}.
+        #: {kind of a line: (number of logged lines, monotonic seconds of the last one, lines left out since then)}.
         self.lines: dict[str, tuple[int, float, int]] = {}
-        #: Errors in kvfix by kind.
+        #: {kind of an error in kvfix's code: number of errors}.
         self.faults: dict[str, int] = {}
 
         # Imports (activation). Any thread may import a module.
-        #: Modules with functions to wrap; None: not read yet.
+        #: Modules with functions to wrap, or None if kvfix has not read them yet.
         self.modules: frozenset[str] | None = None
-        #: (thread, module) for each module for which kvfix is asking the other finders in this thread.
+        #: (thread id, module) while `activation.Finder` asks the other finders for the module in this thread.
         self.finding: set[tuple[int, str]] = set()
-        #: Modules whose code runs now, because they are being imported.
+        #: Modules whose code an import is executing now.
         self.executing: set[str] = set()
 
-        # Fixes (applying). A thread that holds the lock imports no module with fixed functions.
+        # Fixes (applying). A thread that holds the lock imports no module with functions to fix.
         self.lock = RLock()
         self.wrapped: dict[tuple[str, str], WrappedFunction] = {}
-        #: {function of a wanted fix, in an imported module: its outcome}.
+        #: {function of a wanted fix, if its module is imported: state after kvfix has tried to apply the fix}.
         self.outcomes: dict[Target, Applicability] = {}
-        #: {function of a wanted fix: the verdict on the function without kvfix's wrappers} (applying).
+        #: {function of a wanted fix: state of the function without kvfix's wrappers}.
         self.judged: dict[Target, Applicability] = {}
-        #: {name: module} of the modules whose import has ended while kvfix was active.
+        #: {name: module} of each module whose import has ended while kvfix was active.
         self.complete: dict[str, Any] = {}
-        #: {module: codes of fixes that were applied to it and are not logged yet}.
+        #: {module: codes of the module's applied fixes that are not logged yet}.
         self.newly_applied: dict[str, dict[str, None]] = {}
-        #: {key of wrappers: how often they acted and failed} (metrics).
+        #: {key of wrappers, for example a fix: how often the wrappers acted and failed} (metrics).
         self.tallies: dict[str, Tally] = {}
         #: {code of a fix that `kvfix attach` does not apply to this running engine: reason}.
         self.held_back: dict[str, str] = {}
-        #: Requests that began before `kvfix attach`. No rule checks them, and fixes with NEW_REQUESTS skip them.
+        #: Ids of requests that began before `kvfix attach`. Rules, and fixes with NEW_REQUESTS, skip these requests.
         self.before: Container[str] = ()
 
-        # Connector events, except in mode `fix`.
+        # Connector events, in all modes except `fix`.
         #: The last events (recorder.Entry).
         self.events: deque[Any] = deque(maxlen=EVENTS)
-        #: {number: WatchedConnector}, as long as the connector or scheduler exists (recorder).
+        #: {number: WatchedConnector} for the connectors and schedulers that exist (recorder).
         self.connectors: Any = None
         self.numbers = count(1)
         #: `restart_recording` increments this number. kvfix ignores a WatchedConnector of an earlier generation.
         self.generation = 0
-        #: The last generation with an error in the connector events.
+        #: The newest generation in which the code of the connector events has failed.
         self.failed_generation = -1
 
         # Reports (violations, dump, signals, metrics).
-        #: {rule: number of its violations, reported or not}.
+        #: {rule: number of all its violations, including violations without a report}.
         self.violations: dict[str, int] = {}
-        #: {kind of report: monotonic seconds of the last report}, and the number of reports of all kinds.
+        #: {kind of report: monotonic seconds of the last report}. `reports` is the number of reports of all kinds.
         self.report_times: dict[str, float] = {}
         self.reports = 0
         self.suppressed: list[tuple[str, str]] | None = None
@@ -88,9 +86,9 @@ class Session:
         self.files: list[str] = []
         self.announced: set[str] = set()
         self.signal_installed = False
-        #: The watchdog of this process (watchdog.Watchdog), while its thread runs.
+        #: The watchdog.Watchdog of this process while its thread runs, otherwise None.
         self.watchdog: Any = None
-        #: Prometheus metrics by name; None: the client has failed once.
+        #: {name: Prometheus metric}, or None after prometheus_client has failed.
         self.metrics: dict[str, Any] | None = {}
 
     @property
@@ -98,7 +96,7 @@ class Session:
         return self.config.mode if self.config is not None else "fix"
 
     def restart_recording(self) -> None:
-        """Forget everything that was recorded and reported about connectors."""
+        """Forget all recorded events and all reports."""
         self.generation += 1
         self.events.clear()
         if self.connectors is not None:
@@ -108,7 +106,7 @@ class Session:
         self.reports, self.suppressed = 0, None
 
     def _in_child(self) -> None:
-        """Reset a forked child. Records and files belong to the parent, whose other threads may have held the lock."""
+        """Reset the state in a forked child. Records and files are the parent's, and its threads may hold the lock."""
         self.lock = RLock()
         self.restart_recording()
         for tally in self.tallies.values():

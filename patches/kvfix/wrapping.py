@@ -1,16 +1,17 @@
 """Wrap functions of vLLM or LMCache with plain closures, which `before`, `after` and `around` make.
 
-The function gets its arguments as the caller passed them. A wrapper's code gets the arguments by position, with the
-defaults filled in, because releases and callers differ in what they pass by name.
+In this module, the answer of a function is its return value. The wrapped function gets its arguments as the caller
+passed them. The code of a wrapper gets the arguments by position, with the defaults filled in, because callers in
+different releases pass different arguments by name.
 
-A wrapper runs its code (`prepare`, `change` or `steps`) only if `when` returns true for the same arguments. A wrapper
-may have an attribute `only`, a function of the instance. If every `only` around a function returns false, the call
-skips these wrappers, to save time. `only` must always return the same answer for one instance, such as its role.
+A wrapper runs its code (`prepare`, `change` or `steps`) only if `when` returns true for the same arguments. To save
+time, a wrapper may also have an attribute `only`: (instance) -> bool. If all `only` functions around a function return
+false, the call skips the wrappers with `only`. For one instance, `only` must always return the same answer.
 
 If the code of a wrapper raises, kvfix counts the error and logs it once. The engine continues with the answer that
-`on_fault` returns. Fixes of crashes, leaks and hangs have no `on_fault`: the caller gets the function's own answer. A
-fix of wrong KV has one that fails closed: it reports a failed load, skips a store or promises 0 tokens. An `on_fault`
-that makes the call safe returns GO_ON. `kvfix.fixes._closed` has the `on_fault` functions that several fixes share.
+`on_fault` returns. A fix for a crash, leak or hang has no `on_fault`, and the caller gets the function's own answer. A
+fix for wrong KV has an `on_fault` that reports a failed load, skips a store or promises 0 tokens. An `on_fault` may
+instead make the call safe and return GO_ON. `kvfix.fixes._closed` has the `on_fault` functions that fixes share.
 """
 
 import functools
@@ -25,12 +26,12 @@ from kvfix import engine_log, metrics
 Function = Callable[..., Any]
 Wrapper = Callable[[Function], Function]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-#: `on_fault` returns GO_ON if the function may run. If the function has already run, the caller gets its answer.
+#: `on_fault` returns GO_ON if the caller shall get the function's own answer. kvfix then calls the function if needed.
 GO_ON = object()
 
 
 class _Code:
-    """The error handling of a wrapper's code, which `before`, `after` and `around` share."""
+    """The code of a wrapper, with the handling of its errors."""
 
     __slots__ = ("on_fault", "tally", "where")
 
@@ -44,7 +45,7 @@ class _Code:
         metrics.count_fault(self.tally)
 
     def failed(self, error: Exception, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Count the error. Return the answer of `on_fault`; GO_ON if there is none, or if `on_fault` raises too."""
+        """Count the error. Return the answer of `on_fault`, or GO_ON if there is no `on_fault` or it raises too."""
         self.count(error)
         try:
             return GO_ON if self.on_fault is None else self.on_fault(*given, **named)
@@ -57,7 +58,7 @@ def before(prepare: Function, when: Function | None = None, on_fault: Function |
     """Call `prepare` before the function.
 
     prepare: (instance, *arguments) -> true if the fix has acted.
-    on_fault: (arguments of the caller) -> the answer if `prepare` or `when` raises, or GO_ON to call the function.
+    on_fault: called if `prepare` or `when` raises: (arguments of the caller) -> answer, or GO_ON to call the function.
     """
 
     def wrap(function: Function) -> Function:
@@ -83,8 +84,8 @@ def before(prepare: Function, when: Function | None = None, on_fault: Function |
 def after(change: Function, when: Function | None = None, on_fault: Function | None = None) -> Wrapper:
     """Call the function, then change its answer.
 
-    change: (instance, answer, *arguments) -> the right answer, or None to keep `answer`. The fix acts if they differ.
-    on_fault: (instance, answer, *arguments of the caller) -> the answer if `change` or `when` raises.
+    change: (instance, answer, *arguments) -> the right answer, or None to keep `answer`.
+    on_fault: called if `change` or `when` raises: (instance, answer, *arguments of the caller) -> answer, or GO_ON.
     """
 
     def wrap(function: Function) -> Function:
@@ -115,10 +116,9 @@ def around(steps: Function, when: Function | None = None, on_fault: Function | N
 
     steps: (instance, *arguments) -> a generator, or None if there is nothing to do. The code before `answer = yield`
     runs before the function. The generator returns the right answer, or None to keep `answer`. `yield arguments` calls
-    the function with `arguments` instead of the caller's. A return before the yield skips the function. If the function
-    raises, the caller gets the exception, and kvfix closes the generator (clean up in `finally`). The fix has acted if
-    it changes the arguments or the answer, or skips the call.
-    on_fault: (arguments of the caller) -> the answer if the generator raises. GO_ON: use the function's own answer.
+    the function with `arguments` instead of the caller's arguments. A return before the `yield` skips the function. If
+    the function raises, the caller gets the exception, and kvfix closes the generator (clean up in `finally`).
+    on_fault: called if the generator raises: (arguments of the caller) -> answer, or GO_ON.
     """
 
     def wrap(function: Function) -> Function:
@@ -172,13 +172,13 @@ def around(steps: Function, when: Function | None = None, on_fault: Function | N
 
 
 def instead(answer: Any) -> Generator[None, Any, Any]:
-    """For `around`: return this answer without calling the function."""
+    """A generator for `around`, which skips the function and returns `answer`."""
     return answer
     yield
 
 
 class View:
-    """An object of the engine with some attributes replaced. Other reads, and all writes, go to the object itself."""
+    """A view of an object that replaces some attributes. Reads of other attributes, and all writes, use the object."""
 
     def __init__(self, own: Any, **instead: Any) -> None:
         vars(self).update(instead, _own=own)
@@ -192,7 +192,7 @@ class View:
 
 @contextmanager
 def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
-    """For `around`: set these attributes of the object while the function runs, then restore the earlier values."""
+    """Set these attributes of `owner` inside the `with` block, then restore the earlier values."""
     before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
     vars(owner).update(attributes)
     try:
@@ -206,8 +206,8 @@ def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
 class WrappedFunction:
     """A function of vLLM or LMCache with wrappers around it.
 
-    kvfix puts one function (`placed`) into the class. It calls the current wrappers, so another tool can wrap it and
-    keep a reference to it while wrappers change. wrapt.FunctionWrapper could do this, but takes too long to import.
+    kvfix puts the function `placed` into the class. `placed` calls the current wrappers. So another tool may wrap
+    `placed` or keep a reference to it while wrappers change. kvfix does not use wrapt, because its import is slow.
     """
 
     def __init__(self, owner: Any, name: str, original: Any) -> None:
@@ -218,9 +218,9 @@ class WrappedFunction:
         self.owner = owner
         self.name = name
         self.original = original
-        #: True if a base class defines the function. kvfix then wraps the function only in `owner`, not in the base.
+        #: True if a base class defines the function. kvfix then wraps the function in `owner`, not in the base class.
         self._is_inherited = name not in vars(owner)
-        #: {key: (order, wrapper)}. The wrapper with the lowest order is innermost.
+        #: {key: (order, wrapper)}. The wrapper with the lowest order is the innermost.
         self._wrappers: dict[str, tuple[int, Wrapper]] = {}
         is_bound = isinstance(original, staticmethod | classmethod)
         self._function: Function = original.__func__ if is_bound else original
@@ -239,7 +239,7 @@ class WrappedFunction:
         self._compose({**self._wrappers, key: (order, wrapper)})
 
     def remove(self, key: str) -> None:
-        """Remove a wrapper. After the last wrapper, the class has its original function again."""
+        """Remove a wrapper. If this was the last wrapper, put the original function back into the class."""
         if key in self._wrappers:
             self._compose({name: each for name, each in self._wrappers.items() if name != key})
 
@@ -274,7 +274,7 @@ class WrappedFunction:
 
 
 def _for_some(guards: tuple[Function, ...], call: Function, others: Function) -> Function:
-    """Return a function that runs `call` if a guard returns true for the instance. Otherwise it runs `others`."""
+    """Return a function that calls `call` if any guard returns true for the instance, and `others` if none does."""
 
     @functools.wraps(others)
     def chosen(*args: Any, **kwargs: Any) -> Any:
@@ -292,7 +292,7 @@ def _for_some(guards: tuple[Function, ...], call: Function, others: Function) ->
 
 
 def _other_kind(original: Any) -> str:
-    """Return the kind of a value that kvfix cannot wrap, such as "a property"; "" for a function or a method."""
+    """Describe a value that kvfix cannot wrap, such as "a property". Return "" for a function or a method."""
     original = getattr(original, "__func__", original)
     if inspect.iscoroutinefunction(original) or inspect.isasyncgenfunction(original):
         return "an async function"
@@ -300,7 +300,7 @@ def _other_kind(original: Any) -> str:
 
 
 def _count_parameters(function: Function) -> int:
-    """Return with how many positional arguments a call does not need `positional`; -1 if every call needs it."""
+    """Return how many positional arguments a call must have to work without `positional`, or -1 if no call can."""
     inner = inspect.unwrap(function)
     return inner.__code__.co_argcount if isinstance(inner, FunctionType) and not inner.__kwdefaults__ else -1
 
@@ -309,7 +309,7 @@ def _count_parameters(function: Function) -> int:
 def positional(function: Function) -> Callable[[tuple[Any, ...], dict[str, Any]], Arguments]:
     """Return a function that sorts the arguments of a call by position and fills in the defaults.
 
-    `inspect.Signature.bind` does the same, but takes 5 microseconds for every call of every wrapper.
+    `inspect.Signature.bind` would take 5 microseconds more for every call of every wrapper.
     """
     inner = inspect.unwrap(function)
     if not isinstance(inner, FunctionType):

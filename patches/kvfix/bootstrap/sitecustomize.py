@@ -1,6 +1,6 @@
-# This file activates kvfix in programs that load no vLLM plugins, such as `lmcache server`. `kvfix run` puts the file's
-# folder first on PYTHONPATH, so every child Python imports the file at its start. The file then imports the user's own
-# sitecustomize. A child may run another version of Python, so the file uses only syntax that any Python 3 reads.
+# This file activates kvfix in programs that load no vLLM plugins, such as `lmcache server`. `kvfix run` puts the folder
+# of this file first on PYTHONPATH, so every child Python process imports this file when it starts. A child may run
+# another version of Python, so this file uses only syntax that any Python 3 reads.
 import os
 import sys
 
@@ -11,7 +11,7 @@ try:
     from kvfix.activation import load
 except ImportError as error:
     if not os.environ.get("KVFIX_MISSING"):
-        os.environ["KVFIX_MISSING"] = "1"  # reported once for this program and its children
+        os.environ["KVFIX_MISSING"] = "1"  # so that the children of this program do not repeat the warning
         sys.stderr.write(
             "kvfix WARNING [pid %d] %s cannot import kvfix (%s): it runs unpatched. Install kvfix there.\n"
             % (os.getpid(), sys.executable, error)
@@ -19,7 +19,7 @@ except ImportError as error:
 else:
     load()
 
-# sys.modules has this file as "sitecustomize". Remove it, so that the user's own sitecustomize can be imported.
+# sys.modules has this file as "sitecustomize". Remove the entry, and then import the user's own sitecustomize, if any.
 _ours = sys.modules.pop("sitecustomize", None)
 try:
     import sitecustomize  # noqa: F401

@@ -1,27 +1,28 @@
-"""The state of a running engine as plain data: `collect()` reads it in one of the engine's processes.
+"""Read the state of a running engine as plain data: call `collect()` in one of the engine's processes.
 
-`collect()` may run at any point of the main thread, even inside a step. So it changes nothing, takes no lock, imports
-no new module, does not wait and does not raise. The modules of this package import only the standard library and, by
-relative names, each other, because `kvfix look` loads them in a process without kvfix.
+`collect()` may run at any point of the main thread, even inside a step. Therefore `collect()` changes nothing, takes no
+lock, imports no new module, does not wait and does not raise. The modules of this package import only the standard
+library and each other (by relative names), because `kvfix look` loads them in a process without kvfix.
 
-The state has counts, ids of requests and numbers of blocks; with `full`, also hashes of blocks. It has no tokens,
-prompts or host names. None: not known. mono, wall: nanoseconds. arrived, since: seconds before the call.
+The state contains counts, ids of requests and numbers of blocks; with `full`, also hashes of blocks. The state contains
+no tokens, prompts or host names. A value is None if it is not known. `mono` and `wall` are times in nanoseconds.
+`arrived` and `since` are ages in seconds.
 
     {"schema": 1, "pid": 1, "process": "EngineCore", "mono": 12, "wall": 34, "milliseconds": 2.1,
      "versions": {"vllm": "0.32.0", "lmcache": "0.5.6"},
      "kvfix": {"mode": "observe", "version": "0.1.0", "fixes": ["KVF001"]} or None,
      "stack": ["recv (zmq/sugar/socket.py:980)", ...],  the 24 innermost calls of the main thread
      "hook": "get_num_new_matched_tokens",              the connector hook that the main thread runs; "" if none
-     "in_step": True,                                   the scheduler is inside a step: its queues are not complete
+     "in_step": True,                                   the scheduler is inside a step, and its queues are incomplete
      "scheduler": {...} or None,                        see scheduler.py
      "connectors": [{...}],                             a row for each connector of the scheduler and of the worker
      "unread": {"scheduler": "AttributeError ..."}}     {field that could not be read: error}
 
-Each connector has a row. In place of a MultiConnector, each of its children has a row:
+Each connector has this row. A MultiConnector has no row, but each of its children has one:
 
     {"class": "LMCacheMPConnector", "role": "SCHEDULER", "engine": "0a1b2", "rank": 0, "ranks": 2, "chunk_size": 256,
-     "healthy": True,            the LMCache server answers pings, or LMCache in process runs; None: not known
-     "why": "ValueError",        type of the error with which LMCache failed to start
+     "healthy": True,            the LMCache server answers pings, or LMCache runs in this process; None: not known
+     "why": "ValueError",        type of the exception with which the start of LMCache failed
      "lookup_timeout": 3.0,      seconds
      "server_ports": [5555],     scheduler: ports of the LMCache servers
      "requests": {id: {...}},    scheduler: "lookup", "hit", "promised", "granted", "stored", "phase", "since"
@@ -29,9 +30,9 @@ Each connector has a row. In place of a MultiConnector, each of its children has
      "answered": [id],           worker: loads and stores that have ended, and that the next step will report
      "unreported": [id],         worker: ended transfers that no step will report
      "failed_blocks": 0,         worker: number of blocks of failed loads that are not reported yet
-     "pins": {id: 3},            worker, in process: number of chunks that a lookup has pinned
-     "fetched": [id],            worker, in process: requests with chunks from an asynchronous lookup
-     "threads": {"lookup_server": True}}   worker, in process: True if the thread that answers lookups is running
+     "pins": {id: 3},            worker, LMCache in process: number of chunks that a lookup has pinned
+     "fetched": [id],            worker, LMCache in process: requests whose chunks an asynchronous lookup has fetched
+     "threads": {"lookup_server": True}}   worker, LMCache in process: True if the thread for lookups is running
 """
 
 import os
@@ -42,7 +43,7 @@ from typing import Any
 from . import lmcache_readers, places
 from . import scheduler as schedulers
 
-#: The version of this format. It increases when a name is removed or changes its meaning.
+#: The version of this format. The version increases when a name is removed or changes its meaning.
 SCHEMA = 1
 
 
@@ -51,9 +52,9 @@ def collect(
 ) -> dict[str, Any]:
     """Return the state of this process.
 
-    full: include the numbers and hashes of each request's blocks, so that the lab can rebuild the request.
+    full: include the numbers and hashes of each request's blocks, so that `kvfix lab` can rebuild the request.
     scheduler, workers: the scheduler and the workers' connectors. By default, `collect` searches for them.
-    calls: the stack of the main thread, for a call from another thread. By default, `collect` reads its own stack.
+    calls: the main thread's stack, if another thread calls `collect`. By default, `collect` reads its own stack.
     """
     began = time.perf_counter()
     unread: dict[str, str] = {}
@@ -93,7 +94,7 @@ def collect(
 
 
 def _rows(connectors: Iterable[Any]) -> list[dict[str, Any]]:
-    """Return one row for each connector, and for each child of a MultiConnector instead of the MultiConnector."""
+    """Return one row for each connector. For a MultiConnector, return the rows of its children."""
     rows: list[dict[str, Any]] = []
     for each in connectors:
         children = getattr(each, "_connectors", None)
@@ -105,7 +106,7 @@ def _rows(connectors: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def _by_request(connectors: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return {request: its row}. If several connectors have a row of it, take the one with the most promised tokens."""
+    """Return {request: row}. If several connectors have a row for it, take the row with the most promised tokens."""
     found: dict[str, dict[str, Any]] = {}
     for connector in connectors:
         for name, row in (connector.get("requests") or {}).items():
@@ -128,7 +129,7 @@ def _one(connector: Any) -> dict[str, Any]:
 
 
 def place(connector: Any) -> dict[str, Any]:
-    """Return the connector's engine, data-parallel replica, rank and number of ranks; {} if these cannot be read.
+    """Return the connector's engine, data-parallel replica, rank and number of ranks, or {} if a value cannot be read.
 
     All processes of an engine have the same `engine_id` (vllm/config/kv_transfer.py 0.32.0). A scheduler is rank 0.
     """

@@ -1,4 +1,4 @@
-"""Readers of LMCache's connectors. They know the attributes of LMCache 0.3.9 to 0.5.6."""
+"""Readers for LMCache's connectors. The readers know the attributes of LMCache 0.3.9 to 0.5.6."""
 
 import sys
 import time
@@ -9,7 +9,7 @@ from .reader import PINS, Reader, Spans
 
 
 def reader(connector: Any) -> Reader | None:
-    """Return the reader for a connector of LMCache; None for any other connector."""
+    """Return the reader for a connector of LMCache, or None for any other connector."""
     if hasattr(connector, "_lmcache_engine"):
         return V1(connector)
     if hasattr(connector, "scheduler_adapter") or hasattr(connector, "worker_adapter"):
@@ -31,7 +31,7 @@ class V1(Reader):
         self.impl = connector._lmcache_engine
         self.client = getattr(self.impl, "lookup_client", None)
         self._statuses = getattr(self.client, "reqs_status", {})
-        #: A global dictionary of LMCache's module, which the connectors of both roles share if they are in one process.
+        #: A global dictionary in LMCache's module. The connectors of both roles share it if they are in one process.
         self._decoders = getattr(sys.modules[type(self.impl).__module__], "tmp_disagg_tracker", {})
         config = getattr(self.impl, "config", None)
         self._timeout = (getattr(config, "lookup_timeout_ms", None) or 3000) / 1000
@@ -87,12 +87,12 @@ class V1(Reader):
         return any(request in getattr(self.client, name, ()) for name in self._LOOKUPS)
 
     def _pins(self) -> Any:
-        """Return the worker's pins by request; None in the scheduler, and in a worker without pins."""
+        """Return {request: pins} of the worker, or None in the scheduler and in a worker without pins."""
         engine = None if self.client is not None else getattr(self.impl, "lmcache_engine", None)
         return getattr(engine, "lookup_pins", None)
 
     def left(self, request: str) -> list[str]:
-        """Ignore answered, aborted lookups: a later lookup drops them (lmcache_async_lookup_client.py 0.5.6:260)."""
+        """Ignore ended, aborted lookups, which a later lookup drops (lmcache_async_lookup_client.py 0.5.6:260)."""
         if request in self._statuses and request in getattr(self.client, "aborted_lookups", ()):
             return [where for where in super().left(request) if not where.startswith("lookup_client.")]
         return super().left(request)
@@ -101,7 +101,7 @@ class V1(Reader):
         impl = self.impl
         manager = getattr(impl, "_manager", None)
         client = self.client
-        for _ in range(4):  # skip wrappers, which only count or limit lookups (hit_limit_lookup_client.py 0.5.6:31)
+        for _ in range(4):  # skip clients that only count or limit lookups (hit_limit_lookup_client.py 0.5.6:31)
             client = getattr(client, "actual_lookup_client", None) or client
         engine = getattr(impl, "lmcache_engine", None)
         state["chunk_size"] = getattr(impl, "_lmcache_chunk_size", None)
@@ -127,7 +127,7 @@ class V1(Reader):
 
 
 def _row(hit: int | None, lookup: str) -> dict[str, Any]:
-    """Return a request's row in which only hit and lookup are known (`kvfix.engine_state` describes rows)."""
+    """Return a row of a request with only `hit` and `lookup` (`kvfix.engine_state.scheduler` describes the fields)."""
     return {"hit": hit, "lookup": lookup, "phase": "", **dict.fromkeys(("promised", "granted", "stored", "since"))}
 
 
@@ -152,7 +152,7 @@ def _v1_requests(impl: Any, client: Any) -> dict[str, dict[str, Any]]:
 
 
 def _count(pins: Any) -> int:
-    """Count the keys of {location: [keys]}."""
+    """Count the keys in {location: [keys]}."""
     return sum(len(keys) for keys in list(pins.values())) if isinstance(pins, dict) else len(pins)
 
 
@@ -164,7 +164,7 @@ class MP(Reader):
     _TRANSFERS = ("store_futures", "retrieve_futures", "finished_stores", "previously_finished")
 
     def hit(self, request: str) -> int | None:
-        """Also return None while the server does not answer pings, because the connector then promises 0 tokens."""
+        """Return None while the server does not answer pings, because the connector then promises 0 tokens."""
         adapter = self.connector.scheduler_adapter
         found = adapter._finished_lookup_results.get(request) if getattr(adapter, "is_healthy", True) else None
         return found if isinstance(found, int) else None
@@ -197,7 +197,7 @@ class MP(Reader):
         yield from self.containers(worker, self._TRANSFERS, "worker_adapter.")
 
     def left(self, request: str) -> list[str]:
-        """Ignore lookups that KVF105 keeps on purpose: after the request has ended, until the server answers."""
+        """Ignore a lookup of an ended request that KVF105 keeps until the server answers."""
         found = super().left(request)
         if request in getattr(self.connector, "_kvfix_looking", ()):
             return [where for where in found if not where.startswith("scheduler_adapter.")]
@@ -246,7 +246,7 @@ def _server_ports(connector: Any) -> list[int]:
 
 
 def _tracked(row: dict[str, Any], tracker: Any, size: int) -> None:
-    """Add the counts of LMCacheMPRequestTracker. vLLM's copy and LMCache up to 0.4.6 count in blocks, not in tokens."""
+    """Add the tracker's counts in tokens. The trackers of vLLM's copy and of LMCache up to 0.4.6 count blocks."""
 
     def tokens(name: str) -> int:
         in_blocks = getattr(tracker, f"num_{name}_blocks", None)
@@ -263,7 +263,7 @@ def _tracked(row: dict[str, Any], tracker: Any, size: int) -> None:
 
 
 def _add_worker(state: dict[str, Any], adapter: Any) -> None:
-    """Add the state of LMCacheMPWorkerAdapter (vllm_multi_process_adapter.py). It does not have transfer times."""
+    """Add the state of LMCacheMPWorkerAdapter (vllm_multi_process_adapter.py), which has no times of transfers."""
     state["lookup_timeout"] = getattr(adapter, "_mq_timeout", None)
     state["healthy"] = _healthy(adapter)
     loads, stores = dict(adapter.retrieve_futures), dict(adapter.store_futures)
@@ -274,7 +274,7 @@ def _add_worker(state: dict[str, Any], adapter: Any) -> None:
 
 
 def _is_done(future: Any) -> bool:
-    """Return True if a future, or a pair (future, blocks), is done. Avoid `query()`, which could wait for the GPU."""
+    """Return True if a future or a pair (future, blocks) is done. Do not call `query()`: it could wait for the GPU."""
     future = future[0] if isinstance(future, tuple) else future
     for each in (future, getattr(future, "raw_future_", None)):
         event = getattr(each, "is_done_", None)
@@ -284,6 +284,6 @@ def _is_done(future: Any) -> bool:
 
 
 def _healthy(adapter: Any) -> bool | None:
-    """Return True if every server answers the pings; None if the release does not ping."""
+    """Return True if every server answers pings, or None if this release of LMCache does not ping."""
     events = list(getattr(adapter, "_health_events", {}).values()) or [getattr(adapter, "_health_event", None)]
     return None if None in events else all(event.is_set() for event in events)

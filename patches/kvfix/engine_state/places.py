@@ -1,8 +1,8 @@
-"""Find objects of the engine and of kvfix in this process: on the stack of its main thread, or in a module of vLLM.
+"""Find objects of the engine and of kvfix in this process, on the main thread's stack or in a module of vLLM.
 
 EngineCore's loop is on this stack as long as the engine lives (`run_busy_loop`, v1/engine/core.py 0.32.0:1547). An
-engine in the user's own process is on the stack while it computes. At other times a variable of the user's program
-holds it. `gc` cannot find it, because vLLM freezes the heap after the start (`freeze_gc_heap`, core.py 0.32.0:253).
+engine in the user's own process is on the stack while the engine computes. At other times, a variable of the user's
+program holds the engine. `gc` cannot find it, because vLLM freezes the heap (`freeze_gc_heap`, core.py 0.32.0:253).
 """
 
 import faulthandler
@@ -14,38 +14,38 @@ from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
 
-#: Hooks of vLLM's connectors (v1/base.py 0.33.0). From vLLM 0.32 on, `get_transfer_results` can replace `get_finished`.
+#: Hooks of vLLM's connectors (v1/base.py 0.33.0). Since vLLM 0.32, `get_transfer_results` may replace `get_finished`.
 HOOKS = (
     "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta", "update_connector_output",
     "request_finished", "request_finished_all_groups", "on_new_request", "reset_cache", "register_kv_caches",
     "unregister_kv_caches", "restore_kv_caches", "handle_preemptions", "start_load_kv", "wait_for_save",
     "get_finished", "get_transfer_results", "get_block_ids_with_load_errors", "shutdown",
 )  # fmt: skip
-#: Hooks that run once per layer and step.
+#: Hooks that run once per layer in every step.
 LAYER_HOOKS = ("wait_for_layer_load", "save_kv_layer")
 _ALL_HOOKS = frozenset((*HOOKS, *LAYER_HOOKS))
-#: Hooks whose names are also the names of functions outside connectors.
+#: Functions outside connectors have these names too.
 _COMMON = frozenset(("request_finished", "on_new_request", "reset_cache", "get_finished", "shutdown"))
-#: Methods of EngineCore, and methods of the scheduler that change its queues.
+#: _ENGINE: methods of EngineCore. _STEP: methods of the scheduler that change the scheduler's queues.
 _ENGINE = ("run_busy_loop", "step", "step_with_batch_queue", "_process_engine_step")
 _STEP = ("schedule", "update_from_output", "finish_requests", "add_request", "reset_prefix_cache")
-#: A function on a stack: (name, file, line).
+#: A function call on a stack: (function name, file, line).
 Call = tuple[str, str, int]
-#: Limits of faulthandler: `stacks` returns the newest MOST threads, and the innermost MOST calls of each thread.
+#: faulthandler's limit. `stacks` returns only the newest MOST threads, and the innermost MOST calls of each thread.
 MOST = 100
-#: Patterns for a thread, and for a call, in the text of faulthandler.
+#: These patterns match a thread and a call in the output of faulthandler.
 _THREAD = re.compile(r"hread 0x0*([0-9a-f]+) .*\n((?:  .*\n)*)")
 _CALL = re.compile(r'  File "(.*)", line (\d+) in (.*)\n')
 
 
 def process_name() -> str:
-    """Return multiprocessing's name of this process, which vLLM sets; "" if multiprocessing is not imported."""
+    """Return the name that vLLM gives this process in `multiprocessing`, or "" if `multiprocessing` is not imported."""
     multiprocessing: Any = sys.modules.get("multiprocessing.process")
     return str(multiprocessing.current_process().name) if multiprocessing else ""
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of vLLM and LMCache, if this process has imported them."""
+    """Return {"vllm": version, "lmcache": version}, without a package that this process has not imported."""
     found = {}
     for dist in ("vllm", "lmcache"):
         for name in (f"{dist}._version", f"{dist}.version", dist):
@@ -56,12 +56,12 @@ def versions() -> dict[str, str]:
 
 
 def frames() -> list[FrameType]:
-    """Return the stack of the main thread, innermost first, without the frames of kvfix. Call it in the main thread.
+    """Return the stack of the main thread, innermost first, without the frames of kvfix.
 
-    If a thread reads the frames of another running thread, Python may crash (python/cpython issue 99110).
+    Call `frames` only in the main thread. Python may crash if another thread reads the frames (cpython issue 99110).
     """
     found = list(outwards(sys._getframe()))
-    # `kvfix look` may have injected code, whose file is "<string>"
+    # `kvfix look` may have injected the innermost code. The file name of injected code is "<string>".
     while found and (_is_ours(found[0]) or found[0].f_code.co_filename.startswith("<")):
         del found[0]
     return found
@@ -85,7 +85,7 @@ def calls(frames: Iterable[FrameType]) -> list[Call]:
 
 
 def dump() -> str:
-    """Return the stacks of all threads as faulthandler writes them. No other thread runs Python during this call."""
+    """Return the stacks of all threads, as faulthandler writes them. Meanwhile, no other thread can run Python."""
     with open(os.memfd_create("kvfix"), "w+") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
@@ -93,7 +93,7 @@ def dump() -> str:
 
 
 def stacks() -> dict[int, list[Call]]:
-    """Return {thread: its stack, innermost first}. Any thread may call this function. MOST has its limits."""
+    """Return {thread id: stack of the thread, innermost call first}. Any thread may call this function."""
     return {
         int(thread, 16): [(name, file, int(line)) for file, line, name in _CALL.findall(found)]
         for thread, found in _THREAD.findall(dump())
@@ -101,7 +101,7 @@ def stacks() -> dict[int, list[Call]]:
 
 
 def stack(calls: Iterable[Call]) -> list[str]:
-    """Return "function (folder/file:line)" for each call."""
+    """Return the text "function (folder/file:line)" for each call."""
     return [f"{name} ({_short(file)}:{line})" for name, file, line in calls]
 
 
@@ -110,13 +110,13 @@ def _short(file: str) -> str:
 
 
 def hook(calls: Iterable[Call]) -> str:
-    """Return the outermost hook of a connector on this stack, or ""."""
+    """Return the name of the outermost connector hook on this stack, or ""."""
     found = [name for name, file, _ in calls if _is_hook(name, file)]
     return found[-1] if found else ""
 
 
 def _is_hook(function: str, file: str) -> bool:
-    """Return True for a hook of a connector. If its name is in _COMMON, the path of the file decides."""
+    """Return True for a hook of a connector. For a function name in _COMMON, the path of the file decides."""
     path = file.lower()
     return function in _ALL_HOOKS and (function not in _COMMON or "connector" in path or "lmcache" in path)
 
@@ -154,7 +154,7 @@ def worker_connector() -> Any:
 
 
 def where(error: Exception) -> str:
-    """Return the type of an exception and the line that raised it, without its text, which may hold user data."""
+    """Return the type of an exception and the line that raised it. Omit its text, which may contain user data."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -163,7 +163,7 @@ def where(error: Exception) -> str:
 
 
 def kvfix() -> dict[str, Any] | None:
-    """Return mode and applied fixes; None if kvfix does nothing in this process."""
+    """Return kvfix's mode, version and applied fixes, or None if kvfix does nothing in this process."""
     session: Any = getattr(sys.modules.get("kvfix.session"), "session", None)
     if session is None or session.config is None:
         return None
@@ -173,10 +173,10 @@ def kvfix() -> dict[str, Any] | None:
 
 
 def recorded() -> dict[str, dict[str, Any]]:
-    """Return {request: its row, from the recorded events}; {} without a recorder. A row has these fields:
+    """Return {request: row} from the recorded events, or {} without a recorder. A row has these fields:
 
     {"asked": computed tokens at the last lookup, "promised": promised tokens, "granted": tokens that got blocks,
-     "loading": [start, end], "loaded": end, "stored": end, "event": last event, "since": seconds after it}
+     "loading": [start, end], "loaded": end, "stored": end, "event": last event, "since": seconds after this event}
     """
     recorder = sys.modules.get("kvfix.connector_events.recorder")
     if recorder is None:

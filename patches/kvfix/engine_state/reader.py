@@ -1,25 +1,25 @@
-"""The base class of readers, which read a connector's own state and metadata.
+"""The base class of readers. A reader reads the state and the metadata of one connector, and changes nothing.
 
-A reader changes nothing. kvfix calls it before and after hooks. If a reader raises there, kvfix still records the
-connector, but checks no more rules. `kvfix look` and the watchdog may call `add_state` at any time, even in a step.
+kvfix calls readers before and after hooks. If a reader raises in a hook, kvfix still records the connector's events,
+but checks no more rules. `kvfix look` and the watchdog may call `add_state` at any time, even in a step.
 """
 
 from collections.abc import Collection, Iterable
 from typing import Any
 
-#: The tokens [start, end) of a transfer: (request, start, end)
+#: A transfer of tokens [start, end): (request, start, end)
 Span = tuple[str, int, int]
-Spans = list[Span] | None
-#: The name that `Reader.kept` yields for the chunks that lookups have pinned for loads.
+Spans = list[Span] | None  # None: not known
+#: `Reader.kept` yields this name for the chunks that lookups have pinned for loads.
 PINS = "pins of the worker"
 
 
 class Reader:
-    """The reader for an unknown connector. vLLM's hooks show lookups and allocations, but neither loads nor stores."""
+    """The reader for an unknown connector. Its hooks show lookups and allocations, but neither loads nor stores."""
 
-    #: Tokens per block if the metadata list the blocks of a load; 0 if they list its tokens.
+    #: Tokens per block if the metadata list whole blocks to load, or 0 if the metadata list tokens (`LoadDue.block`).
     whole_blocks = 0
-    #: True if a load counts its tokens from the end of the computed tokens, which the metadata do not contain.
+    #: True if `loads` counts tokens from the first token that vLLM has not computed (`LoadDue.relative`).
     relative = False
     #: True if the worker reports every ended request as sent, once the request's transfers have ended.
     reports_sent = False
@@ -34,30 +34,28 @@ class Reader:
         self.connector = connector
 
     def add_state(self, state: dict[str, Any]) -> None:
-        """Add fields to the connector's row, which already has class and role. `kvfix.engine_state` lists them."""
+        """Add fields to `state`, the connector's row with class and role. `kvfix.engine_state` lists the fields."""
 
     def sends(self, request: str) -> bool:
         """Return True if the worker will report this ended request as sent."""
         return self.reports_sent
 
     def hit(self, request: str) -> int | None:
-        """Return the tokens that the last lookup of this request found in the external cache; None: not known."""
+        """Return how many tokens the last lookup of this request found in the external cache (None: not known)."""
         return None
 
     def found(self, request: str) -> int:
-        """Return the tokens that the last lookup found, even if 0 were promised. Stores leave these tokens out."""
+        """Return how many tokens the last lookup found, even if the hook promised 0. Stores leave these tokens out."""
         return 0
 
     def lookup_timeout(self) -> float:
-        """Return the maximum seconds that the hook waits for a lookup; 0: the hook never waits."""
+        """Return how many seconds the lookup hook waits at most. 0 means that the hook never waits."""
         return 0.0
 
     def loads(self, metadata: Any) -> Spans:
-        """Return the loads in the metadata; None: not known."""
         return None
 
     def stores(self, metadata: Any) -> Spans:
-        """Return the stores in the metadata; None: not known."""
         return None
 
     def settings(self) -> dict[str, Any]:
@@ -65,7 +63,7 @@ class Reader:
         return {}
 
     def not_stored(self, metadata: Any) -> Collection[str]:
-        """Return the requests in these metadata whose store was cancelled in the worker (KVF007)."""
+        """Return the requests in these metadata whose store a worker has cancelled (KVF007)."""
         return ()
 
     def kept(self) -> Iterable[tuple[str, Collection[str]]]:
@@ -74,33 +72,33 @@ class Reader:
 
     @staticmethod
     def containers(holder: Any, names: Iterable[str], prefix: str = "") -> Iterable[tuple[str, Collection[str]]]:
-        """Return (prefix + name, container) for those attributes `names` that `holder` has."""
+        """Return (prefix + name, container) for each attribute in `names` that `holder` has."""
         return [(prefix + name, getattr(holder, name)) for name in names if hasattr(holder, name)]
 
     def pinned(self, request: str) -> Any:
-        """Return the pins of this request, or None. Compare with `is`, because a reused id has a new pins object."""
+        """Return the object with the request's pins, or None. A later request with the same id has another object."""
         return None
 
     def looks_up(self, request: str) -> bool:
-        """Return True if the lookup client has state of this request."""
+        """Return True if the lookup client holds this request."""
         return False
 
     def peer(self, request: Any) -> tuple[str, str] | None:
-        """Return the ids of the engine and of its request whose blocks this request reads; None: it reads none."""
+        """Return (engine id, request id) of the remote request whose blocks this request reads, or None."""
         return None
 
     def lease(self, answer: Any) -> float | None:
-        """Return the seconds for which the blocks of a request are kept. answer: what `request_finished` returned."""
+        """Return for how many seconds vLLM keeps a request's blocks. answer: return value of `request_finished`."""
         return None
 
     def lease_name(self, request: Any) -> str:
-        """Return the id that the peer uses for this request; "" if it is the same id."""
+        """Return the id that the peer uses for this request, or "" if the peer uses the same id."""
         return ""
 
     def waits(self, request: str) -> bool:
-        """Return True if the connector keeps this ended request on purpose, until a timeout."""
+        """Return True if the connector keeps this ended request on purpose until a timeout."""
         return False
 
     def left(self, request: str) -> list[str]:
-        """Return the names of the containers in which this ended request has leaked."""
+        """Return the names of the containers that leak this ended request."""
         return [where for where, names in self.kept() if request in names]

@@ -1,12 +1,12 @@
 """Read the state of vLLM's scheduler (v1/core/sched/scheduler.py, 0.20 to 0.33).
 
     {"class": "Scheduler", "steps": 12, "paused": "", "policy": "fcfs", "block_size": 16,
-     "pool": {"blocks": 60, "free": 5, "cached": 40, "reserved": 7},    reserved: for prefills in flight
-     "answers": 1,              steps whose output the workers have not returned; None without an EngineCore
+     "pool": {"blocks": 60, "free": 5, "cached": 40, "reserved": 7},    reserved: blocks for prefills in flight
+     "answers": 1,              number of steps whose output vLLM does not have yet; None without an EngineCore
      "deferred": 0,             blocks that vLLM frees once the workers have returned the output of a later step
-     "ended_reports": ["r1"],   requests with a reported load that the scheduler does not know any more
+     "ended_reports": ["r1"],   requests whose load was reported, but which the scheduler has already dropped
      "ranks_left": {"r7": 1},   {request: number of ranks that have not reported its load, if other ranks have}
-     "settings": {"max_num_batched_tokens": 8192, ...},    the lab builds a scheduler with them; None: not known
+     "settings": {"max_num_batched_tokens": 8192, ...},    settings with which `kvfix lab` builds a scheduler
      "requests": [{...}]}       waiting requests in the scheduler's order, then running ones, then ended ones
 
 A request has these fields:
@@ -14,19 +14,19 @@ A request has these fields:
     {"id": "r7", "status": "WAITING_FOR_REMOTE_KVS", "queue": "kv_holding_waiting", "arrived": 12.5,
      "since": 3.1,              seconds of its current wait; None: not known
      "computed": 128, "total": 140, "prompt": 138, "blocks": 8, "preemptions": 0, "priority": 0,
-     "report": "loaded",        or "failed": the worker's report until the scheduler handles it; "": no report
-     "needs": 1,                free blocks that vLLM needs to admit it, including reserved blocks; None: unknown
+     "report": "loaded",        or "failed": worker's report that the scheduler has not handled yet; "": no report
+     "needs": 1,                blocks that must be free before vLLM admits it, with reserved blocks; None: not known
      "lookup": "in flight", "asked": 0, "hit": 128, "promised": 128, "granted": 128, "loading": [0, 128],
      "loaded": 128, "stored": 0, "phase": "READY", "source": "recorder"}
 
-With `full`, it also has "block_ids" ([[...]], a list for each KV group) and "hashes" (hexadecimal, of whole blocks).
+With `full`, a request also has "block_ids" (a list for each KV group) and "hashes" (hexadecimal, of whole blocks only).
 """
 
 import time
 from collections.abc import Sequence
 from typing import Any
 
-#: vLLM's queues of waiting requests, in the order in which vLLM admits from them. Earlier releases have fewer queues.
+#: vLLM's queues of waiting requests, in the order in which vLLM admits requests. Earlier releases have fewer queues.
 QUEUES = ("kv_holding_waiting", "skipped_waiting", "waiting")
 _OF_CONNECTOR = ("lookup", "hit", "promised", "granted", "stored", "phase")
 _OF_CONFIG = ("max_num_batched_tokens", "max_num_seqs", "async_scheduling")
@@ -37,7 +37,7 @@ Row = dict[str, Any]
 
 
 def read(scheduler: Any, engine: Any, held: dict[str, Row], recorded: dict[str, Row], full: bool) -> Row | None:
-    """Return the state; None without a scheduler. held, recorded: {request: row} from connectors and recorder."""
+    """Return the state, or None without a scheduler. held, recorded: rows by request, from connectors and recorder."""
     if scheduler is None:
         return None
     pool = scheduler.kv_cache_manager.block_pool
@@ -49,7 +49,7 @@ def read(scheduler: Any, engine: Any, held: dict[str, Row], recorded: dict[str, 
             name = request.request_id
             row = _row(scheduler, request, queue, held.get(name, {}), recorded.get(name, {}), now)
             if queue in QUEUES:
-                between = bool(row["phase"])  # only the multi-process connector has phases and loads between steps
+                between = bool(row["phase"])  # only the multi-process connector, which loads between steps, has a phase
                 row["needs"] = _needed(scheduler, request, row["promised"] or 0, between, reserved)
             if full:
                 row["block_ids"] = [[block.block_id for block in group] for group in _blocks(scheduler, request)]
@@ -58,7 +58,7 @@ def read(scheduler: Any, engine: Any, held: dict[str, Row], recorded: dict[str, 
             row = {"id": getattr(request, "request_id", ""), "queue": queue, "unread": type(error).__name__}
         rows.append(row)
     pause = getattr(scheduler, "_pause_state", None)
-    # KVOutputAggregator counts the ranks that have not reported a load (kv_connector/utils.py 0.32.0:70).
+    # KVOutputAggregator counts the ranks whose report of a load is missing (kv_connector/utils.py 0.32.0:70).
     aggregator = getattr(getattr(engine, "model_executor", None), "kv_output_aggregator", None)
     return {
         "class": type(scheduler).__name__,
@@ -67,12 +67,12 @@ def read(scheduler: Any, engine: Any, held: dict[str, Row], recorded: dict[str, 
         "policy": str(getattr(getattr(scheduler, "policy", None), "value", "")),
         "block_size": scheduler.block_size,
         "pool": {
-            "blocks": pool.num_gpu_blocks - 1,  # one is the null block
+            "blocks": pool.num_gpu_blocks - 1,  # without the null block
             "free": pool.get_num_free_blocks(),
             "cached": len(pool.cached_block_hash_to_block),
             "reserved": reserved,
         },
-        # Without a batch queue (asynchronous scheduling, pipeline parallelism), each step ends before the next begins.
+        # Only asynchronous scheduling and pipeline parallelism have a batch queue, and several steps in flight.
         "answers": None if engine is None else len(getattr(engine, "batch_queue", None) or ()),
         "deferred": sum(len(blocks) for _, blocks in list(getattr(scheduler, "deferred_frees", ()))),
         "ended_reports": sorted(set(scheduler.finished_recving_kv_req_ids) - set(scheduler.requests)),
@@ -83,7 +83,7 @@ def read(scheduler: Any, engine: Any, held: dict[str, Row], recorded: dict[str, 
 
 
 def _requests(scheduler: Any) -> list[tuple[Any, str]]:
-    """Return (request, its queue). "ended": vLLM keeps the request until its blocks are sent. "": it is in no queue."""
+    """Return (request, queue). "ended": vLLM keeps the request until its blocks are sent. "": in none of the queues."""
     found = [(each, name) for name in QUEUES for each in list(getattr(scheduler, name, ()))]
     found += [(each, "running") for each in list(scheduler.running)]
     listed = {request.request_id for request, _ in found}
@@ -138,18 +138,18 @@ def _settings(scheduler: Any) -> dict[str, Any]:
 
 
 def _blocks(scheduler: Any, request: Any) -> Any:
-    """Return the blocks of this request as one list for each KV group."""
+    """Return one list of the request's blocks for each KV group."""
     return scheduler.kv_cache_manager.coordinator.get_blocks(request.request_id)
 
 
 def _needed(scheduler: Any, request: Any, promised: int, between: bool, reserved: int | None) -> int | None:
-    """Return the free blocks that a waiting request needs to be admitted; None if they are not known.
+    """Return how many blocks must be free before vLLM admits a waiting request, or None if this is not known.
 
-    The computation follows `allocate_slots` (v1/core/kv_cache_manager.py 0.32.0:516-579), with functions of vLLM that
-    change nothing. It covers the KV groups in `_KINDS`. It leaves out the blocks of vLLM's watermark, because vLLM adds
-    them only in a step that already schedules a request, and in a standstill no step does so.
+    The computation follows `allocate_slots` (v1/core/kv_cache_manager.py 0.32.0:516-579) and calls only functions of
+    vLLM that change nothing. It covers the KV groups in `_KINDS`, without the blocks of vLLM's watermark. vLLM adds the
+    watermark only in a step that already schedules a request. In a standstill, no step schedules a request.
 
-    promised: tokens that the connector would load, if the request has no computed tokens yet.
+    promised: tokens that the connector would load for a request without computed tokens.
     between: True for a load between steps, False for a load within a step. reserved: see `_reserved`.
     """
     managers, local = _managers(scheduler), int(request.num_computed_tokens)
@@ -157,7 +157,7 @@ def _needed(scheduler: Any, request: Any, promised: int, between: bool, reserved
         return None
     hits: Sequence[Any] = [[] for _ in managers]
     freed = kept = 0
-    if local:  # vLLM first frees the blocks that have left a window, then allocates new ones
+    if local:  # vLLM first frees the blocks that have left a sliding window, then allocates new blocks
         promised = 0
         for manager, own in zip(managers, _blocks(scheduler, request), strict=True):
             freed += _count(own[: manager.get_num_skipped_tokens(local) // manager.block_size])
@@ -177,19 +177,19 @@ def _needed(scheduler: Any, request: Any, promised: int, between: bool, reserved
 
 
 def _count(blocks: list[Any]) -> int:
-    """Count the blocks that are not null. vLLM replaces a block that has left a sliding window with a null block."""
+    """Count the blocks except null blocks, with which vLLM replaces the blocks that have left a sliding window."""
     return sum(not getattr(block, "is_null", False) for block in blocks)
 
 
 def _reserved(scheduler: Any) -> int | None:
-    """Return the blocks that prefills and loads in flight still need; 0 if the release reserves none. None: unknown."""
+    """Return how many blocks vLLM reserves for prefills and loads in flight, or None if this is not known."""
     in_flight, managers = list(getattr(scheduler, "_inflight_prefills", ())), _managers(scheduler)
     if not in_flight or not managers:
         return None if in_flight else 0
     spec, most = int(scheduler.num_spec_tokens), int(scheduler.max_model_len)
     more = 1 + spec + int(scheduler.num_lookahead_tokens) if spec else 0
     none: Sequence[Any] = [[] for _ in managers]
-    needed = 0  # as `_inflight_prefill_reserved_blocks` computes it (scheduler.py 0.32.0:3088)
+    needed = 0  # computed as in `_inflight_prefill_reserved_blocks` (scheduler.py 0.32.0:3088)
     for each in in_flight:
         tokens, done = min(int(each.num_tokens), most) + more, int(each.num_computed_tokens)
         needed += _to_allocate(managers, each, tokens, done, none, done, apply_admission_cap=True)
@@ -197,7 +197,7 @@ def _reserved(scheduler: Any) -> int | None:
 
 
 def _managers(scheduler: Any) -> Sequence[Any]:
-    """Return the manager of each KV group; () if a KV group has a spec that is not in `_KINDS`."""
+    """Return the manager of each KV group, or () if a KV group has a spec that is not in `_KINDS`."""
     kinds = {type(group.kv_cache_spec).__name__ for group in scheduler.kv_cache_config.kv_cache_groups}
     return scheduler.kv_cache_manager.coordinator.single_type_managers if kinds <= _KINDS else ()
 
@@ -205,14 +205,14 @@ def _managers(scheduler: Any) -> Sequence[Any]:
 def _to_allocate(
     managers: Sequence[Any], request: Any, tokens: int, computed: int, hits: Sequence[Any], local: int, **more: bool
 ) -> int:
-    """Return how many blocks vLLM allocates for `tokens` tokens, of which the first `computed` need no computation."""
+    """Return how many blocks vLLM allocates for `tokens` tokens. The first `computed` tokens need no computation."""
     needed = 0
     for manager, hit in zip(managers, hits, strict=True):
         function = type(manager).get_num_blocks_to_allocate
-        while hasattr(function, "__wrapped__"):  # skip the wrappers of fixes, which count calls
+        while hasattr(function, "__wrapped__"):  # skip the wrappers of fixes, because they would count this call
             function = function.__wrapped__
         named = {"request_id": request.request_id, "num_tokens": tokens, "num_tokens_main_model": tokens, **more}
-        if "num_local_computed_tokens" in function.__code__.co_varnames:  # since 0.26
+        if "num_local_computed_tokens" in function.__code__.co_varnames:  # since vLLM 0.26
             named["num_local_computed_tokens"] = local
         needed += function(manager, new_computed_blocks=hit, total_computed_tokens=computed, **named)
     return needed
@@ -228,10 +228,10 @@ def _after_step(scheduler: Any, computed: int, total: int) -> int:
 
 
 def _cached(scheduler: Any, request: Any, none: Sequence[Any]) -> tuple[Sequence[Any], int]:
-    """Return (blocks by KV group, number of tokens) of the longest cached prefix before the request's last token."""
+    """Return (blocks of each KV group, number of tokens) of the longest cached prefix before the last token."""
     manager = scheduler.kv_cache_manager
     if not manager.enable_caching or getattr(request, "skip_reading_prefix_cache", False):
         return none, 0
     hashes = request.block_hashes if isinstance(request.block_hashes, list) else list(request.block_hashes)
-    found = manager.coordinator.find_longest_cache_hit(hashes, request.num_tokens - 1)  # only reads
+    found = manager.coordinator.find_longest_cache_hit(hashes, request.num_tokens - 1)  # this call changes nothing
     return [list(each) for each in found[0]], int(found[1])

@@ -1,11 +1,11 @@
 """The fixes. Each file is about one bug. `modules` finds the files by their names, without importing them.
 
-`fixes/lmcache/kvf001_lookup_cache_ignores_computed.py` is KVF001, lookup-cache-ignores-computed. Each folder is a
-component. `lmcache` is LMCache in the engine's process, and `lmcache_mp` is LMCache's multi-process connectors. The
-other components belong to vLLM. `unfixable` has bugs with a workaround instead of a fix.
+For example, `fixes/lmcache/kvf001_lookup_cache_ignores_computed.py` is KVF001, lookup-cache-ignores-computed. Each
+folder is for one component. `lmcache` is LMCache in the engine's process, and `lmcache_mp` is LMCache's multi-process
+connectors. The other components belong to vLLM. The bugs in the folder `unfixable` have a workaround, but no fix.
 """
 
-#: {code of a removed fix, rule or finding: why it is gone, and what to read instead}. A code is never used again.
+#: {code of a removed fix, rule or finding: why it was removed, and what to read instead}. No code is used again.
 RETIRED = {
     "KVF368": "the fix needed both engines and put data into a request id of MooncakeConnector's messages. KVF906 "
     "describes the bug and what to set"
@@ -13,8 +13,8 @@ RETIRED = {
 
 
 def modules() -> dict[str, tuple[str, str]]:
-    """Return {code: (slug, module)}, sorted by code. The modules may be source, bytecode, or in a zip."""
-    import pkgutil  # imported only here: the start of a process does not need it
+    """Return {code: (slug, module)}, sorted by code. The modules may be source files, bytecode files, or in a zip."""
+    import pkgutil  # imported only here, because most processes do not need it
 
     names = [each.name for each in pkgutil.walk_packages(__path__, f"{__name__}.") if ".kvf" in each.name]
     return dict(sorted((code, (slug, name)) for name in names for code, slug in [code_and_slug(name)]))

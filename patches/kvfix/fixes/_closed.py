@@ -1,6 +1,7 @@
-"""Closed answers for `on_fault`. If the code of a fix for wrong KV raises, kvfix gives a closed answer.
+"""Functions for `on_fault`: what kvfix does if the code of a fix for wrong KV raises.
 
-A closed answer promises 0 tokens, stores nothing, or reports a load as failed. This module uses no code of the fixes.
+Each function avoids wrong KV: it promises 0 tokens, stores nothing, or reports a load as failed. This module does not
+use code of the fixes, because that code has just raised.
 """
 
 import time
@@ -11,17 +12,17 @@ from kvfix.wrapping import GO_ON
 
 
 def no_hit(*_: Any, **__: Any) -> int:
-    """Answer a call of LMCache's `get_num_new_matched_tokens` or `lookup` with 0 tokens."""
+    """Return 0 tokens from LMCache's `get_num_new_matched_tokens` or `lookup`."""
     return 0
 
 
 def compute(connector: Any, promise: Any, request: Any, *_: Any, **__: Any) -> Any:
-    """Promise 0 tokens to a request with a remote prefill, so that decode computes its prompt."""
+    """Promise 0 tokens to a request with a remote prefill. The decode instance then computes the prompt."""
     return (0, False) if _is_local(request) else GO_ON
 
 
 def compute_new(connector: Any, request: Any, *_: Any, **__: Any) -> Any:
-    """Let decode compute a new request's prompt. The hook runs before vLLM asks how many tokens to load."""
+    """Let the decode instance compute a new request's prompt, in a hook before `get_num_new_matched_tokens`."""
     _is_local(request)
     return GO_ON
 
@@ -35,11 +36,11 @@ def _is_local(request: Any) -> bool:
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """Answer None. The function is not called."""
+    """Return None instead of calling the function."""
 
 
 def set_to(name: str, value: Any) -> Callable[..., Any]:
-    """Return an `on_fault` that sets this attribute. The fix's other wrappers read the attribute."""
+    """Return an `on_fault` that sets this attribute, for the other wrappers of the fix."""
 
     def set_to(instance: Any, *_: Any, **__: Any) -> Any:
         setattr(instance, name, value)
@@ -49,12 +50,11 @@ def set_to(name: str, value: Any) -> Callable[..., Any]:
 
 
 def refuse(*_: Any, **__: Any) -> bool:
-    """Answer False to a reset, because the cache was not emptied."""
-    return False
+    return False  # the result of a reset that has not emptied the cache
 
 
 def save_nothing_more(impl: Any, scheduler_output: Any, *_: Any, **__: Any) -> Any:
-    """Before in-process LMCache's `build_connector_meta`: store nothing more for the step's tracked requests."""
+    """Store nothing more for the step's tracked requests. Runs before in-process LMCache builds the metadata."""
     for name in scheduler_output.num_scheduled_tokens:
         if name in impl._request_trackers:
             impl._request_trackers[name].skip_save = True
@@ -62,20 +62,20 @@ def save_nothing_more(impl: Any, scheduler_output: Any, *_: Any, **__: Any) -> A
 
 
 def drop_saves(impl: Any, metadata: Any, *_: Any, **__: Any) -> Any:
-    """After in-process LMCache's `build_connector_meta`: store nothing for the metadata's requests, now or later."""
+    """Store nothing for the metadata's requests, now or later. Runs after in-process LMCache has built the metadata."""
     for meta in metadata.requests:
         if meta.req_id in impl._request_trackers:
             impl._request_trackers[meta.req_id].skip_save = True
         if meta.save_spec is not None:
             meta.save_spec.can_save = False
-            meta.save_spec.skip_leading_tokens = len(meta.token_ids)  # a kv_producer stores only later tokens
+            meta.save_spec.skip_leading_tokens = len(meta.token_ids)  # for a kv_producer, which ignores `can_save`
             if getattr(meta, "disagg_spec", None) is not None:
                 meta.disagg_spec.num_transferred_tokens = len(meta.token_ids)
     return metadata
 
 
 def worker_saves_nothing(impl: Any, *_: Any, **__: Any) -> Any:
-    """Let in-process LMCache store nothing in this step. Loads and pins work as without the fix."""
+    """Let in-process LMCache store nothing in this step. Loads and pins do not change."""
     for meta in impl._parent._get_connector_metadata().requests:
         if meta.save_spec is not None:
             store_nothing(impl, meta)
@@ -85,8 +85,8 @@ def worker_saves_nothing(impl: Any, *_: Any, **__: Any) -> Any:
 def store_nothing(impl: Any, request: Any) -> None:
     """Store nothing for this request in this step. request: the metadata of the request.
 
-    A kv_producer ignores `can_save` and, with layerwise stores, starts at the first token (0.5.6
-    vllm_v1_adapter.py:1022, 1152). So this function removes the request's tokens.
+    A kv_producer ignores `can_save` and, in layerwise stores, also `skip_leading_tokens` (0.5.6
+    vllm_v1_adapter.py:1044, 1059, 1152). Therefore this function removes the request's tokens.
     """
     request.save_spec.can_save = False
     if impl.kv_role == "kv_producer":
@@ -95,14 +95,13 @@ def store_nothing(impl: Any, request: Any) -> None:
 
 
 def worker_loads_fail(impl: Any, *_: Any, **__: Any) -> Any:
-    """Report all of in-process LMCache's loads in the step as failed, even if they succeed."""
+    """Report all loads of in-process LMCache in this step as failed, even the loads that succeed."""
     for meta in impl._parent._get_connector_metadata().requests:
         load_fails(impl, meta)
     return GO_ON
 
 
 def load_fails(impl: Any, meta: Any) -> None:
-    """Report the load of this request as failed."""
     spec = meta.load_spec
     if spec is not None and spec.can_load:
         slots = meta.slot_mapping[spec.vllm_cached_tokens : spec.lmcache_cached_tokens]
@@ -110,13 +109,13 @@ def load_fails(impl: Any, meta: Any) -> None:
 
 
 def store_nothing_more(connector: Any, scheduler_output: Any, *_: Any, **__: Any) -> Any:
-    """Before a multi-process connector builds the metadata: store nothing more for the requests in the step."""
+    """Store nothing more for the step's requests. Runs before a multi-process connector builds the metadata."""
     _stored(connector, scheduler_output.num_scheduled_tokens)
     return GO_ON
 
 
 def drop_stores(connector: Any, answer: Any, scheduler_output: Any, metadata: Any, *_: Any, **__: Any) -> Any:
-    """Remove the stores from a multi-process connector's metadata. The stores' requests store nothing more."""
+    """Remove the stores from a multi-process connector's metadata. Later, store nothing for the stores' requests."""
     _stored(connector, [meta.request_id for meta in metadata.requests if meta.direction == "STORE"])
     metadata.requests[:] = [meta for meta in metadata.requests if meta.direction != "STORE"]
     return answer
@@ -131,11 +130,11 @@ def _stored(connector: Any, names: Iterable[str]) -> None:
 def all_is_stored(tracker: Any) -> None:
     """Store nothing more for the request of this tracker."""
     counts = "num_stored_tokens" if hasattr(tracker, "num_stored_tokens") else "num_stored_blocks"
-    setattr(tracker, counts, 1 << 40)  # more than any request has
+    setattr(tracker, counts, 1 << 40)  # more tokens than any request has
 
 
 def forget_cached(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
-    """Empty the prefix cache of vLLM's scheduler, after a failed load."""
+    """Empty vLLM's prefix cache after a failed load."""
     pool = scheduler.kv_cache_manager.block_pool
     for block in pool.blocks:
         pool._maybe_evict_cached_block(block)
@@ -143,17 +142,17 @@ def forget_cached(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
 
 
 def recompute_all(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
-    """After a failed load, preempt all running requests and drop the output of their steps in flight."""
+    """Preempt all running requests after a failed load, and drop the output of their steps in flight."""
     forget_cached(scheduler, answer)
     for request in scheduler.requests.values():
         if request.status.name == "PREEMPTED" and hasattr(request, "drop_stale_output"):
             request.drop_stale_output = request.num_stale_output_tokens > 0
     while scheduler.running:
         request = scheduler.running.pop()
-        request._kvfix_compute = True  # KVF205 reads this, and LMCache then promises 0 tokens
+        request._kvfix_compute = True  # KVF205 reads this attribute, so that LMCache promises 0 tokens
         try:
             scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
-        except TypeError:  # up to 0.31
+        except TypeError:  # vLLM up to 0.31
             scheduler._preempt_request(request, time.monotonic())
         scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
     return answer

@@ -1,4 +1,4 @@
-"""Shared code of the fixes for in-process LMCache: fetched chunks, skipped stores, steps in flight, layerwise calls."""
+"""Code that the fixes for in-process LMCache share."""
 
 import sys
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from kvfix.fixes.api import Any, Fixing, Steps, View, engine_log, fix_after, fix
 
 
 def fetched(engine: Any, lookup_id: Any) -> list[Any]:
-    """Return the memory objects that an asynchronous lookup has fetched; [] if the fetch is not done or has failed."""
+    """Return the memory objects that an asynchronous lookup has fetched, or [] if the fetch is not done or failed."""
     future = _done_events(engine).get(lookup_id)
     if future is None or future.exception() is not None:
         return []
@@ -16,7 +16,7 @@ def fetched(engine: Any, lookup_id: Any) -> list[Any]:
 
 
 def keep_fetched(engine: Any, lookup_id: Any, wanted: Callable[[Any], bool]) -> None:
-    """Remove from the result of a lookup the memory objects that are not wanted."""
+    """Keep only the wanted memory objects in the result of an asynchronous lookup."""
     future = _done_events(engine).get(lookup_id)
     if future is not None:
         kept = [[each for each in of_backend if wanted(_chunk(each))] for of_backend in future.result()]
@@ -24,23 +24,22 @@ def keep_fetched(engine: Any, lookup_id: Any, wanted: Callable[[Any], bool]) -> 
 
 
 def _done_events(engine: Any) -> Any:
-    """Return LMCache's own dict of finished fetches, by lookup id (0.5.6 event_manager.py:61)."""
+    """Return LMCache's dictionary {lookup id: future of a finished fetch} (0.5.6 event_manager.py:61)."""
     events = sys.modules["lmcache.v1.event_manager"]
     return engine.event_manager.events[events.EventType.LOADING][events.EventStatus.DONE]
 
 
 def _chunk(fetched: Any) -> Any:
-    return fetched[1] if isinstance(fetched, tuple) else fetched  # after 0.3.10: a pair (key, chunk)
+    return fetched[1] if isinstance(fetched, tuple) else fetched  # LMCache after 0.3.10 fetches pairs (key, chunk)
 
 
 def most_in_flight(config: Any) -> int:
-    """Return the maximum number of scheduled steps whose output vLLM does not have yet."""
+    """Return how many steps can be in flight: vLLM has scheduled them, but does not have their output."""
     batches: int | None = getattr(config, "max_concurrent_batches", None)  # since vLLM 0.26
     return batches or 1 + bool(config.scheduler_config.async_scheduling)
 
 
 def unpin(chunk: Any) -> None:
-    """Release one pin of the chunk, if it has any."""
     if chunk.is_pinned:
         chunk.unpin()
 
@@ -54,11 +53,10 @@ def is_producer(impl: Any) -> bool:
 
 
 def skip_producer_stores(is_meant: Callable[[Any], Any]) -> tuple[Fixing, Fixing]:
-    """Let a kv_producer store nothing for some requests. Return fixes for `wait_for_save` and `start_load_kv`.
+    """Return fixes for `wait_for_save` and `start_load_kv`, with which a kv_producer does not store some requests.
 
-    The fix for `start_load_kv` is for layerwise stores. `start_load_kv` needs `token_ids` of a request for its load.
-    After it has returned, the fix empties `token_ids`, so nothing is stored. It does not wrap `save_kv_layer`, because
-    that wrapper would run once for each layer.
+    The fix for `start_load_kv` prevents layerwise stores. After `start_load_kv` has loaded a request's tokens, the fix
+    empties `token_ids`. A wrapper of `save_kv_layer` would be slower, because it would run once for each layer.
     is_meant: (metadata of a request) -> True if the request must not be stored.
     """
 
@@ -77,7 +75,7 @@ def skip_producer_stores(is_meant: Callable[[Any], Any]) -> tuple[Fixing, Fixing
 
 
 def stores(hook: Any, adapter: Any, impl: dict[str, Any], **more: Any) -> bool:
-    """For probes of `wait_for_save`: return True if this adapter stores block 3. more: metadata of the request."""
+    """Return True if `wait_for_save`, the hook, stores a probe's request. more: metadata of this request."""
     stored: list[Any] = []
     can_save = impl.get("kv_role") != "kv_producer"
     request = stubs.metadata(16, save_spec=stubs.Stub(skip_leading_tokens=0, can_save=can_save), **more)
@@ -86,17 +84,18 @@ def stores(hook: Any, adapter: Any, impl: dict[str, Any], **more: Any) -> bool:
     return bool(stored)
 
 
-#: The type of a function (keyword arguments of the call, metadata of the request) that adds keyword arguments.
+#: A function (keyword arguments of an engine call, metadata of the request) that adds keyword arguments to the call.
 Add = Callable[[dict[str, Any], Any], None]
-#: The type of a function (keyword arguments of the call). If `Add` raises an exception, kvfix calls this function. It
-#: changes the arguments so that the engine finds and stores nothing.
+#: kvfix calls this function if the `Add` function raises. The `Closed` function changes the keyword arguments of the
+#: engine call so that the engine finds and stores nothing.
 Closed = Callable[[dict[str, Any]], None]
 
 
 def find_load(impl: Any) -> Callable[[Any], Any]:
-    """Return a function that finds a load's request in `start_load_kv`: tokens -> metadata of the request, or None.
+    """Return a function that finds a load's request in `start_load_kv`: (tokens) -> metadata of the request, or None.
 
-    `start_load_kv` loads the requests of a step in order, and slices their tokens. `find` returns a request once.
+    `start_load_kv` loads the step's requests in order, and passes only the first tokens of each request to the engine.
+    The function returns each request once.
     """
     metas = impl._parent._get_connector_metadata().requests
     pending = [each for each in metas if each.load_spec is not None and each.load_spec.can_load]
@@ -109,7 +108,7 @@ def find_load(impl: Any) -> Callable[[Any], Any]:
 
 
 def layer_loads(add: Add, closed: Closed | None = None) -> Fixing:
-    """For `start_load_kv`: add arguments that LMCache does not pass to its engine (0.5.6 vllm_v1_adapter.py:842)."""
+    """Return a fix for `start_load_kv` that adds arguments to `retrieve_layer` (0.5.6 vllm_v1_adapter.py:842)."""
 
     @fix_around(only=is_layerwise, on_fault=_closed.worker_loads_fail if closed else None)
     def start_load_kv(impl: Any, *_: Any, **__: Any) -> Steps:
@@ -119,14 +118,13 @@ def layer_loads(add: Add, closed: Closed | None = None) -> Fixing:
 
 
 def layer_saves(add: Add, closed: Closed) -> Fixing:
-    """For `save_kv_layer`: add arguments as `layer_loads` does. LMCache calls `store_layer` with the request's own
-    `token_ids` object, so `is` finds the request."""
+    """Return a fix for `save_kv_layer` that adds arguments to `store_layer`."""
 
     @fix_around(only=is_layerwise, on_fault=_closed.worker_saves_nothing)
     def save_kv_layer(impl: Any, *_: Any, **__: Any) -> Steps | None:
         metadata = impl._parent._connector_metadata
 
-        def find(tokens: Any) -> Any:
+        def find(tokens: Any) -> Any:  # LMCache passes the request's own `token_ids` object to `store_layer`
             return next((each for each in metadata.requests if each.token_ids is tokens), None)
 
         return _with_request(impl.lmcache_engine, "store_layer", find, add, closed) if metadata is not None else None
@@ -135,7 +133,7 @@ def layer_saves(add: Add, closed: Closed) -> Fixing:
 
 
 def _with_request(engine: Any, name: str, find: Callable[[Any], Any], add: Add, closed: Closed | None) -> Steps:
-    """While the hook runs, let `add` add arguments to the calls of the engine's function."""
+    """While a hook runs, let `add` add keyword arguments to the hook's calls of `engine.name`."""
     call = getattr(engine, name)
 
     def add_arguments(more: dict[str, Any], tokens: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Shared code of MooncakeConnector's fixes: which loads of a message have ended, calls in the sender's loop, stubs."""
+"""Code that the fixes for MooncakeConnector share."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,12 +7,12 @@ from weakref import WeakKeyDictionary
 
 from kvfix.fixes.api import Any, engine_log, stubs
 
-#: The parameters of a request that name its peer.
+#: The parameters with which a decode request names its prefill.
 PEER = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
 
 
 def settled(worker: Any) -> set[str]:
-    """Return the loads of the current task's message that have ended. Fixes add loads to this set."""
+    """Return the ids of the loads that the current task has seen end or fail. Fixes add ids to this set."""
     known: set[str] = set()
     with suppress(RuntimeError):  # no event loop runs
         if (task := asyncio.current_task()) is not None:
@@ -21,13 +21,13 @@ def settled(worker: Any) -> set[str]:
 
 
 def in_sender(worker: Any, function: Callable[..., Any], *arguments: Any) -> None:
-    """Run code of a fix in the loop of the sender. An error is logged."""
+    """Run a fix's function in the sender's event loop. kvfix logs an error of the function."""
     where = f"{function.__module__}.{function.__name__}"
     worker.sender_loop.call_soon_threadsafe(engine_log.guarded, where, function, *arguments)
 
 
 def scheduler_side(role: str, **more: Any) -> Any:
-    """For probes: return the attributes that MooncakeConnector's scheduler reads; `more` adds or replaces some."""
+    """Return a stub of MooncakeConnector's scheduler for probes. `more` adds or replaces attributes."""
     return stubs.stub(
         more, kv_role=role, is_kv_producer=role == "kv_producer", is_kv_consumer=role == "kv_consumer", block_size=16,
         _get_remote_prefill_token_count=lambda tokens: tokens, get_sw_clipped_blocks=lambda blocks: list(blocks),
@@ -36,6 +36,6 @@ def scheduler_side(role: str, **more: Any) -> Any:
 
 
 def finished_prefill(tokens: int, status: Any, **more: Any) -> Any:
-    """For probes: return an ended request of a prefill engine. Decode asks for this request."""
+    """Return an ended request for probes. It ran on the prefill instance, and decode will read its blocks."""
     params = {"do_remote_decode": True, "transfer_id": "t"}
     return stubs.request(tokens, kv_transfer_params=params, status=status, **more)

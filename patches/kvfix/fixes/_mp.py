@@ -1,6 +1,7 @@
-"""Code that the fixes of the multi-process connectors share. LMCache's class and vLLM's copy have the same hooks.
+"""Code that the fixes for the multi-process connectors share. LMCache's class and vLLM's copy have the same hooks.
 
-Since 0.4.7, LMCache counts tokens. LMCache up to 0.4.6, its connectors for older vLLM, and vLLM's copy count blocks.
+Since 0.4.7, LMCache's trackers count tokens. The trackers of LMCache up to 0.4.6, of LMCache's connectors for older
+vLLM and of vLLM's copy count blocks.
 """
 
 import inspect
@@ -11,13 +12,13 @@ from kvfix.fixes.api import LMCACHE_MP, VLLM_MP, Any, Probe, stubs
 
 
 def tokens(tracker: Any, name: str, block_size: int = 16) -> int:
-    """Return the tracker's `num_stored`, `num_vllm_hit` or `num_lmcache_hit` in tokens. Blocks of probes have 16."""
+    """Return the tracker's count `name` in tokens, for example `num_stored`. The default block size is for probes."""
     found = getattr(tracker, f"{name}_tokens", None)
     return int(found if found is not None else getattr(tracker, f"{name}_blocks") * block_size)
 
 
 def hits(connector: Any, tracker: Any) -> tuple[int, int]:
-    """Return `num_vllm_hit` and `num_lmcache_hit` in tokens. One call is faster than two calls of `tokens`."""
+    """Return `num_vllm_hit` and `num_lmcache_hit` in tokens, faster than two calls of `tokens`."""
     blocks = getattr(tracker, "num_vllm_hit_blocks", None)
     if blocks is None:
         return tracker.num_vllm_hit_tokens, tracker.num_lmcache_hit_tokens
@@ -25,13 +26,12 @@ def hits(connector: Any, tracker: Any) -> tuple[int, int]:
 
 
 def is_in(connector: Any, request: Any, state: str) -> bool:
-    """Return True if the request has a tracker in this state. Hooks of fixes use it as `when`."""
+    """Return True if the request has a tracker in this state. Fixes use this function in `when`."""
     tracker = connector.request_trackers.get(request.request_id)
     return tracker is not None and tracker.state.name == state
 
 
 def set_tokens(tracker: Any, name: str, value: int, block_size: int = 16) -> None:
-    """Set the count that `tokens` returns."""
     if hasattr(tracker, f"{name}_tokens"):
         setattr(tracker, f"{name}_tokens", value)
     else:
@@ -39,7 +39,7 @@ def set_tokens(tracker: Any, name: str, value: int, block_size: int = 16) -> Non
 
 
 def block_size(connector: Any) -> int:
-    """Return the number of tokens in a block, or 1 if the trackers count tokens and the connector has no block size."""
+    """Return the number of tokens in a block, or 1 for a connector that counts tokens and has no block size."""
     return int(getattr(connector, "vllm_block_size", 1))
 
 
@@ -51,20 +51,20 @@ def chunk_size(connector: Any) -> int:
 
 
 def token_ids(tracker: Any) -> list[int]:
-    """Return the tokens that LMCache builds the keys from. Since 0.5.4 these can differ from the request's tokens."""
+    """Return the tokens from which LMCache makes its keys. Since 0.5.4, they can differ from the request's tokens."""
     return list(tracker.get_token_ids() if hasattr(tracker, "get_token_ids") else tracker.all_token_ids)
 
 
 def nothing_cached(adapter: Any, request_id: str) -> None:
     """Set the lookup result of this request to 0, so that the client sends no lookup."""
-    # One statement, so that no error can occur between the two changes.
+    # Both changes are in one statement, so that no exception can occur between them.
     adapter._finished_lookup_results[request_id], _ = 0, adapter._pending_lookups.add(request_id)
 
 
 def answer_in_flight(client: Any, answers: Mapping[str, Any]) -> int:
-    """Answer the client's pending requests for these operations, because the server is gone. Return the number.
+    """Answer the client's pending requests in place of the server, which is gone. Return the number of requests.
 
-    answers: {operation: answer}. Call this function in the thread that calls `cancel_streams` and handles all requests.
+    answers: {operation of the pending requests: answer}. Call this function in the thread that calls `cancel_streams`.
     """
     gone = [uid for uid, (_, spec) in client.pending_futures.items() if spec.operation in answers]
     for uid in gone:
@@ -73,12 +73,12 @@ def answer_in_flight(client: Any, answers: Mapping[str, Any]) -> int:
     return len(gone)
 
 
-#: For probes: the argument of `update_state_after_alloc` that has the request's blocks, here for 512 tokens.
+#: For probes: the argument `blocks` of `update_state_after_alloc`, with blocks for 512 tokens.
 BLOCKS = stubs.Stub(get_block_ids=lambda: (list(range(32)),))
 
 
 class Adapter:
-    """For probes: a client in the scheduler role that finds `found` tokens and records its calls in `asked`."""
+    """A stub of the scheduler's adapter for probes. Lookups find `found` tokens. `asked` records the calls."""
 
     lmcache_tokens_per_chunk = 256
     is_healthy = True
@@ -109,13 +109,13 @@ class Adapter:
 
 
 def scheduler_side(module: ModuleType, found: int | None = 0) -> Any:
-    """For probes: return a connector, made without `__init__`, with the attributes that its scheduler hooks read."""
-    # vLLM's module has LMCache's class too.
+    """Return a connector for probes of scheduler hooks, made without `__init__`."""
+    # vLLM's module has its own class, and LMCache's class too.
     owner = getattr(module, VLLM_MP.name, None) or getattr(module, LMCACHE_MP.name)
     connector = owner.__new__(owner)
     vars(connector).update(
         _role=None, request_trackers={}, scheduler_adapter=Adapter(found), vllm_block_size=16, lazy_offload=False,
-        _abandoned_lookups={},  # mp-abort-before-alloc in patches/upstream adds this
+        _abandoned_lookups={},  # mp-abort-before-alloc in patches/upstream adds this attribute
         _can_store=True, _save_decode_cache=False, _reserve_last_token_for_lookup=False, _hit_alignment_tokens=16,
         _group_tokens_per_block=[16], _mamba_relocation_window=0, _eager_prefetch=False,
         _connector_stats=stubs.Nothing(),
@@ -124,7 +124,7 @@ def scheduler_side(module: ModuleType, found: int | None = 0) -> Any:
 
 
 def tracked(module: ModuleType, request: Any, found: int | None = 0, **counts: int) -> tuple[Any, Any]:
-    """For probes: return (connector that has looked up this request, tracker of the request). counts: in tokens."""
+    """Return (connector for probes that has looked up this request, tracker of the request). counts: in tokens."""
     connector, tracker = scheduler_side(module, found), module.LMCacheMPRequestTracker(request)
     connector.request_trackers[request.request_id] = tracker
     for name, count in counts.items():
@@ -133,9 +133,9 @@ def tracked(module: ModuleType, request: Any, found: int | None = 0, **counts: i
 
 
 def looks_up(**more: Any) -> tuple[Probe, Probe]:
-    """Return probes of `get_num_new_matched_tokens` and `on_new_request`, for a request with these attributes.
+    """Return probes of `get_num_new_matched_tokens` and `on_new_request`. more: attributes of the request.
 
-    512 tokens are cached. With the bug, the hooks promise these tokens, or send a lookup when the request arrives.
+    512 tokens are cached. With the bug, the first hook promises 512 tokens, and the second hook sends a lookup.
     """
 
     def finds(hook: Callable[..., Any], module: ModuleType) -> bool:
@@ -151,7 +151,7 @@ def looks_up(**more: Any) -> tuple[Probe, Probe]:
 
 
 def worker_side(**more: Any) -> Any:
-    """For probes: return the attributes that the client in the worker role reads; `more` adds or replaces some."""
+    """Return a stub of the worker's adapter for probes. `more` adds or replaces attributes."""
     return stubs.stub(
         more, is_healthy=True, lazy_offload=False, dispatcher=None, instance_id=0, kv_caches={}, blocks_in_chunk=4,
         store_futures={}, store_events={}, finished_stores=set(), retrieve_futures={}, retrieve_events={},
@@ -163,12 +163,12 @@ def worker_side(**more: Any) -> Any:
 
 
 def get_finished(hook: Callable[..., Any], adapter: Any) -> Any:
-    """For probes: call the worker's `get_finished`, whose parameters differ between releases."""
+    """Call the hook `get_finished` in a probe. The number of its parameters differs between releases."""
     return hook(adapter, *([set()] * (len(inspect.signature(hook).parameters) - 1)))
 
 
 def is_left_unanswered(hook: Callable[..., Any], operation: str) -> bool:
-    """For probes of `cancel_streams`: return True if a request in flight gets no answer."""
+    """Return True if `cancel_streams`, the hook, leaves a request in flight without an answer."""
     answers: list[Any] = []
     future = stubs.Stub(set_result=answers.append, set_exception=answers.append)
     hook(stubs.Stub(pending_streams={}, pending_futures={0: (future, stubs.Stub(operation=operation))}))

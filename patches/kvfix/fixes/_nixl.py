@@ -1,25 +1,25 @@
-"""Shared code of the fixes for NixlConnector: failed loads, KV groups of full attention, and stubs for probes."""
+"""Code that the fixes for NixlConnector share."""
 
 from kvfix.fixes.api import NIXL_BASE_WORKER, Any, stubs
 
 
 def now() -> float:
-    """Return the seconds of the clock by which NixlConnector's leases end. The lab replaces this clock."""
+    """Return the time, in seconds, of the clock of NixlConnector's leases. `kvfix lab` replaces this clock."""
     return float(NIXL_BASE_WORKER.imported.time.perf_counter())
 
 
 def fail_load(worker: Any, request_id: str, *_: Any, **__: Any) -> Any:
-    """Report this load as failed. `kv_load_failure_policy` then decides. Fixes also use it as `on_fault`."""
+    """Report this load as failed, so that `kv_load_failure_policy` applies. Fixes also use this as `on_fault`."""
     return worker._handle_failed_transfer(request_id, None, worker._recv_failures, record_failed_transfer=False)
 
 
 def has_full_attention(spec: type) -> bool:
-    """Return True for KV groups of full attention. In other groups, a request keeps only its last blocks."""
+    """Return True for the spec of a full-attention group. In other KV groups, a request keeps only its last blocks."""
     return "FullAttentionSpec" in {each.__name__ for each in spec.__mro__}
 
 
 def scheduler_side(**more: Any) -> Any:
-    """For probes: return the attributes that NixlConnector's schedulers read; `more` adds or replaces some."""
+    """Return a stub of NixlConnector's schedulers for probes. `more` adds or replaces attributes."""
     parallel = stubs.Stub(tensor_parallel_size=1, decode_context_parallel_size=1, pipeline_parallel_size=1)
     return stubs.stub(
         more, _TRANSFER_MODE="pull", engine_id="p", side_channel_host="p", side_channel_port=1, transfer_tp_size=1,
@@ -30,12 +30,12 @@ def scheduler_side(**more: Any) -> Any:
         _reqs_need_send={}, _reqs_need_save={}, _reqs_in_batch=set(), _reqs_not_processed=set(),
         _push_pending_registrations={}, _push_registration_deadlines={}, _push_registration_timeout=1.0,
         _finished_request_blocks={}, _newly_finished_push_blocks={},
-        _registered_prefills={},  # nixl-push-second-decode-waits in patches/upstream adds this
+        _registered_prefills={},  # nixl-push-second-decode-waits in patches/upstream adds this attribute
     )  # fmt: skip
 
 
 def worker_side(**more: Any) -> Any:
-    """For probes: return the attributes that NixlConnector's workers read; `more` adds or replaces some."""
+    """Return a stub of NixlConnector's workers for probes. `more` adds or replaces attributes."""
     return stubs.stub(
         more, _TRANSFER_MODE="pull", world_size=1, pp_size=1, pcp_rank=0, dcp_size=1, block_size=16, use_mla=False,
         _has_mamba=False, transfer_topo=stubs.Stub(), tp_mappings={}, _physical_blocks_per_logical_kv_block=1,
@@ -48,7 +48,7 @@ def worker_side(**more: Any) -> Any:
 
 
 def load(remote: list[int], own: list[int]) -> Any:
-    """For probes: return the metadata of a load from engine "p". remote, own: blocks of prefill and of decode."""
+    """Return the metadata of a load from engine "p" for probes. remote, own: blocks of prefill and of decode."""
     source = stubs.Stub(block_ids=[remote], engine_id="p", request_id=stubs.NAME, registration_generation=0)
     return stubs.Stub(
         local_block_ids=(own,), local_physical_block_ids=(own,), local_num_computed_blocks=(0,), remote=source,
@@ -57,7 +57,7 @@ def load(remote: list[int], own: list[int]) -> Any:
 
 
 def remote_prefill(tokens: int, request_id: str = stubs.NAME, **params: Any) -> Any:
-    """For probes: return a decode request whose prefill is on engine "p"; `params` adds or replaces parameters."""
+    """Return a decode request for probes. Its prefill is on engine "p". `params` adds or replaces parameters."""
     known = {
         "do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_engine_id": "p", "remote_request_id": "r",
         "remote_host": "p", "remote_port": 1, "tp_size": 1,
@@ -66,7 +66,7 @@ def remote_prefill(tokens: int, request_id: str = stubs.NAME, **params: Any) -> 
 
 
 def finished_prefill(tokens: int, **more: Any) -> Any:
-    """For probes: return an ended request of a prefill engine; a decode engine asks for its KV."""
+    """Return an ended request for probes. It ran on the prefill instance, and decode will read its blocks."""
     from vllm.v1.request import RequestStatus
 
     params, status = {"do_remote_decode": True}, RequestStatus.FINISHED_LENGTH_CAPPED
@@ -74,10 +74,10 @@ def finished_prefill(tokens: int, **more: Any) -> Any:
 
 
 def allocated(*blocks: int) -> Any:
-    """For probes: return these blocks as `update_state_after_alloc` gets them."""
+    """Return the argument `blocks` of `update_state_after_alloc` for probes."""
     return stubs.Stub(get_unhashed_block_ids_all_groups=lambda: (list(blocks),))
 
 
 def registration(module: Any, **data: Any) -> Any:
-    """For probes: return the notice with which a decode rank registers the blocks of a request, as bytes."""
+    """Return, for probes, the notice (bytes) with which a decode rank registers the blocks of a request."""
     return module.PUSH_REG_NOTIF_PREFIX + module.msgspec.msgpack.encode({"request_id": stubs.NAME, **data})

@@ -1,4 +1,4 @@
-"""Shared code of the fixes for vLLM's offloading connectors. It handles failed copies and their reports."""
+"""Code that the fixes for vLLM's offloading connectors share. It handles failed copies and the reports about them."""
 
 from collections.abc import Callable, Collection
 
@@ -6,7 +6,7 @@ from kvfix.fixes.api import GO_ON, Any, Fixing, Steps, View, engine_log, fix_aft
 
 
 def all_stores_fail(scheduler: Any, *_: Any, **__: Any) -> Any:
-    """For `on_fault` of `update_connector_output`: complete all stores in flight as failed."""
+    """Complete all stores in flight as failed. `update_connector_output` has this function as `on_fault`."""
     manager = scheduler.manager
     failed = [job.keys for job in scheduler._jobs.values() if job.is_store]
 
@@ -16,17 +16,17 @@ def all_stores_fail(scheduler: Any, *_: Any, **__: Any) -> Any:
     scheduler.manager = View(manager, complete_store=complete_store)
     for status in scheduler._req_status.values():
         for group in status.group_states if status.req.is_finished() else ():
-            group.block_ids.clear()  # so that the request stores nothing more
+            group.block_ids.clear()  # the ended request then stores nothing more
     return GO_ON
 
 
 def fails_jobs(mark: str, find: Callable[[Any, Any], Collection[int]]) -> Fixing:
-    """For `update_connector_output`: complete the failed jobs of this report as failed.
+    """Return a fix for `update_connector_output`. With the fix, a job that a report shows as failed ends as failed.
 
-    The manager drops the chunks of a failed store. If the store's request still runs, it offers all its chunks again.
-    The request of a failed load loads nothing more.
-    mark: name of the scheduler's attribute that keeps failed jobs until every worker has reported them as done.
-    find: (scheduler, report) -> jobs that the report newly shows as failed.
+    After a failed store, the manager drops the chunks of the store, and a running request offers all its chunks again.
+    After a failed load, the request loads nothing more.
+    mark: name of the scheduler's attribute that keeps a failed job until every worker has reported the job as done.
+    find: (scheduler, report) -> jobs that are failed according to this report and were not failed before.
     """
 
     @fix_around(on_fault=all_stores_fail)
@@ -65,20 +65,19 @@ def fails_jobs(mark: str, find: Callable[[Any, Any], Collection[int]]) -> Fixing
 
 
 def tells_worker(mark: str) -> Fixing:
-    """Set the attribute `mark` of the metadata, so that the workers report failed copies. Without this attribute, the
-    scheduler cannot handle such reports."""
+    """Return a fix that sets `mark` in the metadata. `mark` tells workers that the scheduler handles failed copies."""
 
     @fix_after()
     def build_connector_meta(scheduler: Any, metadata: Any, *_: Any, **__: Any) -> None:
-        setattr(metadata, mark, True)  # the attributes of the metadata are sent to the workers
+        setattr(metadata, mark, True)  # vLLM sends the metadata with this attribute to the workers
 
     return build_connector_meta
 
 
 def all_failed(mark: str, completed: str) -> Callable[..., Any]:
-    """For `on_fault` of a function that makes a worker's report: report all done jobs as failed.
+    """Return an `on_fault` that reports all done jobs as failed, for a function that makes a worker's report.
 
-    mark, completed: names of the report's attributes. They hold the failed jobs and the done jobs.
+    mark, completed: names of the report's attributes with the failed jobs and with the done jobs.
     """
 
     def all_failed(instance: Any, report: Any, *_: Any, **__: Any) -> Any:
@@ -90,7 +89,7 @@ def all_failed(mark: str, completed: str) -> Callable[..., Any]:
 
 
 def combines_reports(mark: str, completed: str) -> Fixing:
-    """Combine the reports of the ranks. A job has failed if one rank failed. mark, completed: as in `all_failed`."""
+    """Return a fix that combines the ranks' reports. A job has failed if it failed on any rank. See `all_failed`."""
 
     @fix_after(
         when=lambda meta, answer, other, *_, **__: hasattr(meta, mark) or hasattr(other, mark),
@@ -103,15 +102,16 @@ def combines_reports(mark: str, completed: str) -> Fixing:
 
 
 def all_loads_fail(connector: Any, answer: Any, *_: Any, **__: Any) -> Any:
-    """For `on_fault` of `get_transfer_results`: report every finished load as failed."""
+    """Report every finished load as failed. `get_transfer_results` has this function as `on_fault`."""
     answer.failed_recving.update(answer.finished_recving or ())
     return answer
 
 
 def reports_failed_loads(side: str, requests: str) -> Fixing:
-    """Report failed loads by request, in `get_transfer_results` of vLLM's base class.
+    """Return a fix that reports failed loads by request, in `get_transfer_results` of vLLM's base class.
 
-    side: the connector's attribute with its worker. requests: the worker's attribute with the failed requests.
+    side: name of the connector's attribute that holds the worker. requests: name of the worker's attribute that holds
+    the failed requests.
     """
 
     @fix_after(

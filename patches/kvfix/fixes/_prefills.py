@@ -1,7 +1,7 @@
-"""Code that the fixes of NixlConnector and MooncakeConnector share, for the decode requests of a prefill.
+"""Code that the fixes for NixlConnector and MooncakeConnector share. It handles decode requests with a remote prefill.
 
-The blocks of one prefill go to the first request that asks for them (KVF340, KVF363, KVF367). kvfix keeps hashes of the
-ids, because a client may choose long ids. If two prefills have equal hashes, the second request computes its prompt.
+Only the first request that asks for the blocks of a prefill gets the blocks (KVF340, KVF363, KVF367). kvfix keeps only
+hashes of ids, because a client may choose long ids. If two prefills have equal hashes, the later request computes.
 """
 
 from collections import OrderedDict
@@ -14,12 +14,12 @@ _FIRST = "_kvfix_first"
 
 
 def is_to_load(request: Any) -> bool:
-    """Return True if the request asks for a remote prefill and vLLM has not allocated its blocks yet."""
+    """Return True if the request asks for a remote prefill and has no blocks yet."""
     return bool(request.kv_transfer_params and request.kv_transfer_params.get("do_remote_prefill"))
 
 
 def first(connector: Any, prefill: tuple[Any, ...], request: Any) -> bool:
-    """Return True if the request is the first one for this prefill."""
+    """Return True if no other request has asked for this prefill before."""
     known = vars(connector).setdefault(_FIRST, OrderedDict())
     name = hash(request.request_id)
     if known.setdefault(hash(prefill), name) != name:
@@ -30,11 +30,11 @@ def first(connector: Any, prefill: tuple[Any, ...], request: Any) -> bool:
 
 
 def for_the_first(names: Callable[[Any, Any], tuple[Any, ...] | None]) -> tuple[Fixing, Fixing]:
-    """Let only the first request for a prefill read its blocks. Return two fixes.
+    """Return two fixes that let only the first request for a prefill read the prefill's blocks.
 
-    The first fix is for `get_num_new_matched_tokens`. The second fix is for a hook that runs before vLLM tells the
-    prefill engine about the request.
-    names: (connector, parameters of the request) -> the prefill. None: the fix does not handle this request.
+    The first fix is for `get_num_new_matched_tokens`. The second fix is for a hook that runs before the decode engine
+    tells the prefill engine about the request.
+    names: (connector, parameters of the request) -> the prefill, or None if the fixes do not handle this request.
     """
 
     def reads(connector: Any, request: Any) -> bool:
@@ -56,14 +56,14 @@ def for_the_first(names: Callable[[Any, Any], tuple[Any, ...] | None]) -> tuple[
 
 
 def promised_twice(hook: Any, connector: Any, **params: Any) -> bool:
-    """For probes of `get_num_new_matched_tokens`: return True if the hook promises one prefill to two requests."""
+    """Return True if the hook `get_num_new_matched_tokens` promises one prefill to two requests."""
     given = {"do_remote_prefill": True, **params}
     requests = [stubs.request(32, kv_transfer_params={**given}, request_id=name) for name in ("a", "b")]
     return all(hook(connector, request, 0)[0] for request in requests)
 
 
 def promise_if(is_right: Callable[[Any, Any], Any]) -> Fixing:
-    """For `get_num_new_matched_tokens`: promise 0 tokens if `is_right(connector, request)` returns False."""
+    """Return a fix that makes `get_num_new_matched_tokens` promise 0 tokens if `is_right` returns False."""
 
     @fix_after(when=lambda connector, answer, request, *_: answer[0] and request.kv_transfer_params)
     def get_num_new_matched_tokens(connector: Any, answer: tuple[int, bool], request: Any, *_: Any) -> tuple[int, bool]:
@@ -73,7 +73,7 @@ def promise_if(is_right: Callable[[Any, Any], Any]) -> Fixing:
 
 
 def drop_peerless(module_name: str, names_peer: Callable[[Any], bool]) -> Fixing:
-    """For `build_connector_meta`: forget waiting requests that name no peer, because there is no engine to notify."""
+    """Return a fix that drops waiting requests without a peer in `build_connector_meta`. No engine needs a notice."""
 
     @fix_before(when=lambda connector, *_, **__: connector._reqs_need_recv)
     def build_connector_meta(connector: Any, *_: Any) -> None:
@@ -91,8 +91,9 @@ def has_another(connector: Any, prefill: tuple[Any, ...]) -> bool:
 
 
 def compute(request: Any) -> None:
-    """Make the request compute its prompt: remove the remote prefill, as vLLM does after the load.
+    """Remove the remote prefill from the request, so that the request computes its prompt.
 
-    Otherwise update_state_after_alloc treats 0 promised tokens as a full hit and reports a load, even after an abort.
+    vLLM removes the remote prefill after a load. If the remote prefill stays, `update_state_after_alloc` treats 0
+    promised tokens as a full hit and reports a load, even after an abort.
     """
     request.kv_transfer_params = {**request.kv_transfer_params, "do_remote_prefill": False}

@@ -1,4 +1,4 @@
-"""Shared code of the fixes for vLLM's scheduler: requests to roll back after failed loads, and stubs for probes."""
+"""Code that the fixes for vLLM's scheduler share."""
 
 import inspect
 from collections.abc import Callable, Collection, Iterator
@@ -7,10 +7,10 @@ from kvfix.fixes.api import Any, stubs
 
 
 def is_within_step(*more: Any) -> bool:
-    """Return True if the hook handles loads within the step, and False if it handles loads between steps.
+    """Return True if this call of `_update_requests_with_invalid_blocks` is for loads within the step.
 
-    more: the arguments of `_update_requests_with_invalid_blocks` after the block ids. The last one is `evict_blocks`,
-    which is true for loads within the step. vLLM 0.11 lacks this argument, and supports only loads within the step.
+    more: the arguments after the block ids. The last argument is `evict_blocks`, which is False for loads between
+    steps. vLLM 0.11 does not have `evict_blocks`, and supports only loads within the step.
     """
     return not more or bool(more[-1])
 
@@ -18,9 +18,10 @@ def is_within_step(*more: Any) -> bool:
 def failed(
     scheduler: Any, names: Collection[str], invalid_block_ids: Collection[int], *more: Any
 ) -> Iterator[tuple[str, int, list[int]]]:
-    """Yield (name, index of the first failed block, all blocks) of the requests that load within the step.
+    """Yield (name, index of the first failed block, all blocks) for each request that loads within the step.
 
-    Only loads within a step share their blocks with other requests. more: as in `is_within_step`.
+    Yield nothing for loads between steps, because these loads share no blocks with other requests.
+    more: as in `is_within_step`.
     """
     for name in names if is_within_step(*more) else ():
         (blocks,) = scheduler.kv_cache_manager.get_block_ids(name)
@@ -28,19 +29,18 @@ def failed(
 
 
 def connectors(scheduler: Any) -> tuple[Any, ...]:
-    """Return the connector of this scheduler, and the connectors in it if it is a MultiConnector."""
+    """Return the scheduler's connector and, if the connector is a MultiConnector, the connectors in it."""
     connector = getattr(scheduler, "connector", None)
     return connector, *getattr(connector, "_connectors", ())
 
 
 def lmcache_adapters(scheduler: Any) -> list[Any]:
-    """Return LMCache's in-process adapters of this scheduler."""
     found = [getattr(each, "_lmcache_engine", None) for each in connectors(scheduler)]
     return [adapter for adapter in found if adapter is not None]
 
 
 def running(*requests: Any, adapter: Any = None) -> Any:
-    """For probes: return a scheduler with this adapter of LMCache. It runs these requests, each with blocks 3 and 4."""
+    """Return a scheduler for probes, which runs these requests with this LMCache adapter. Each has blocks 3 and 4."""
     pool = stubs.Stub(blocks=[stubs.Stub(ref_cnt=1, block_hash=None)] * 5)
     manager = stubs.Stub(get_block_ids=lambda name: ([3, 4],), evict_blocks=stubs.Calls(), block_pool=pool)
     by_name = {request.request_id: request for request in requests}
@@ -54,19 +54,19 @@ def running(*requests: Any, adapter: Any = None) -> Any:
 
 
 def scheduled_tokens(function: Callable[..., Any], scheduler: Any) -> list[dict[str, int]]:
-    """For probes: return [argument `num_scheduled_tokens`], or [] if the function lacks it (before vLLM 0.20)."""
+    """Return, for probes, [argument `num_scheduled_tokens`], or [] if the function lacks it (before vLLM 0.20)."""
     has_it = "num_scheduled_tokens" in inspect.signature(function).parameters
     return [dict.fromkeys(scheduler.requests, 4)] if has_it else []
 
 
 def roll_back(hook: Callable[..., Any], *requests: Any, adapter: Any = None) -> Any:
-    """For probes: return the answer of `_update_requests_with_invalid_blocks` after block 3 has failed."""
+    """Return, for probes, the result of `_update_requests_with_invalid_blocks` after block 3 has failed."""
     scheduler = running(*requests, adapter=adapter)
     return hook(scheduler, list(requests), {3}, *scheduled_tokens(hook, scheduler))
 
 
 def end_turn(hook: Callable[..., Any], computed: int) -> tuple[Any, list[Any]]:
-    """For probes: let the hook end a session's turn of 22 tokens. Return the session, and the queued sessions."""
+    """Let the hook end a streaming session's turn of 22 tokens in a probe. Return (session, queued sessions)."""
     session = stubs.request(
         22, num_computed_tokens=computed, num_output_placeholders=0, num_in_flight_tokens=0, resumable=True,
         streaming_queue=(),
@@ -79,7 +79,7 @@ def end_turn(hook: Callable[..., Any], computed: int) -> tuple[Any, list[Any]]:
 
 
 def roll_back_one(hook: Any, adapter: Any) -> None:
-    """For probes: let the first block of a request fail, in a scheduler with this adapter of LMCache."""
+    """Let the first block of a request fail in a probe, in a scheduler with this adapter of LMCache."""
     rolled_back, *_ = roll_back(hook, stubs.request(32, num_computed_tokens=20, num_cached_tokens=16), adapter=adapter)
     if rolled_back != {stubs.NAME}:
         raise LookupError("the first value that the hook returns is not the rolled back requests")

@@ -1,7 +1,7 @@
 """Code that the fixes for models with sliding windows or recurrent (Mamba) states share.
 
 When a step begins, vLLM frees the blocks before the window and replaces them by null block 0
-(v1/core/single_type_kv_cache_manager.py 0.32.0:672, 1135). LMCache's own list keeps the freed blocks.
+(v1/core/single_type_kv_cache_manager.py 0.32.0:672, 1135). The freed blocks stay in LMCache's own list.
 """
 
 from kvfix.fixes import _mp
@@ -9,7 +9,7 @@ from kvfix.fixes.api import Any, stubs
 
 
 def of(connector: Any) -> dict[int, tuple[int, int]]:
-    """Return {KV group: (tokens in a window, tokens in a block)}. A window includes vLLM's extra tokens for MTP."""
+    """Return {KV group: (tokens in a sliding window with vLLM's extra tokens for MTP, tokens in a block)}."""
     return {
         number: (spec.sliding_window + getattr(spec, "extra_retained_tokens", 0), spec.block_size)
         for number, spec in _specs(connector, "SlidingWindowSpec")
@@ -17,13 +17,13 @@ def of(connector: Any) -> dict[int, tuple[int, int]]:
 
 
 def states(connector: Any) -> dict[int, int]:
-    """Return {KV group: tokens in a block} of groups whose blocks hold the state at the block's end (Mamba align)."""
+    """Return {KV group: tokens in a block} for Mamba groups in mode "align". Each block holds the state at its end."""
     found = _specs(connector, "MambaSpec")
     return {number: spec.block_size for number, spec in found if spec.mamba_cache_mode == "align"}
 
 
-#: vLLM frees states like windows of two tokens, because a step keeps the state of the last computed token
-#: (MambaManager.get_num_skipped_tokens, v1/core/single_type_kv_cache_manager.py 0.32.0:1949).
+#: vLLM frees Mamba states as if they were a sliding window of two tokens, because a step needs the state of the last
+#: computed token (MambaManager.get_num_skipped_tokens, v1/core/single_type_kv_cache_manager.py 0.32.0:1949).
 STATE = 2
 
 
@@ -39,12 +39,12 @@ def _specs(connector: Any, name: str) -> list[tuple[int, Any]]:
 
 
 def kept_from(computed: int, window: int, block_size: int) -> int:
-    """Return the first token whose block vLLM keeps when a step begins with this number of computed tokens."""
+    """Return the first token whose block vLLM keeps when a step begins after `computed` computed tokens."""
     return max(0, computed - window + 1) // block_size * block_size
 
 
 def computed(scheduler_output: Any) -> dict[str, int]:
-    """Return {request: tokens computed before the step}."""
+    """Return {request: number of tokens computed before the step}."""
     cached = scheduler_output.scheduled_cached_reqs
     found = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=False))
     found.update((new.req_id, new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs)
@@ -52,19 +52,19 @@ def computed(scheduler_output: Any) -> dict[str, int]:
 
 
 def has_several_groups(connector: Any) -> bool:
-    """Return True if the model has several KV groups. Lazy stores check blocks themselves: return False."""
+    """Return True if the model has several KV groups. Return False for lazy stores, which check their own blocks."""
     return len(connector._group_tokens_per_block) > 1 and not getattr(connector, "lazy_offload", False)
 
 
 def has_transfers(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> bool:
-    """For `when` of `_process_new_requests` and `_process_cached_requests`: return True if there is work for a fix."""
+    """Return True if the metadata have transfers that a fix must check. Fixes use this function in `when`."""
     return bool(metadata.requests) and has_several_groups(connector)
 
 
 def stored(hook: Any, module: Any, connector: Any, computed: int, tokens: int, **blocks: Any) -> list[Any]:
-    """For probes: return the metadata of a step that computes `tokens` more tokens of a request with two KV groups.
+    """Return, for probes, the metadata of a step that computes `tokens` more tokens of a request with two KV groups.
 
-    blocks: arguments of `stubs.step`, for a request that was scheduled before. Its tracker has its blocks.
+    blocks: arguments of `stubs.step` for a request that is not new. The request's tracker already has the blocks.
     """
     metadata = module.LMCacheMPConnectorMetadata()
     new = None if blocks else stubs.Stub(req_id=stubs.NAME, num_computed_tokens=computed)
@@ -73,10 +73,10 @@ def stored(hook: Any, module: Any, connector: Any, computed: int, tokens: int, *
 
 
 def scheduler_side(module: Any, window: int, *groups: list[int], computed: int) -> Any:
-    """For probes: return a connector with two KV groups and a request of 1024 tokens.
+    """Return a connector for probes, with two KV groups and a request of 1024 tokens.
 
     window: tokens in the second group's sliding window, or 0 for Mamba states. The first group has full attention.
-    groups: blocks of the request in each KV group. computed: tokens that vLLM has. LMCache has none.
+    groups: blocks of the request in each KV group. computed: number of tokens in vLLM's cache. LMCache has no tokens.
     """
     connector, tracker = _mp.tracked(module, stubs.request(1024), num_vllm_hit=computed)
     attributes = {"sliding_window": window, "mamba_cache_mode": "align", "block_size": 16}

@@ -1,7 +1,7 @@
-"""Export what the files of the fixes import, for example record.py, and an `Owner` for each class to fix.
+"""Everything that the files of the fixes import, for example an `Owner` for each class of vLLM or LMCache to fix.
 
-Objects of vLLM and LMCache have the type `Any`, because the classes differ between releases. `stubs` has objects for
-probes. The decorators turn a function into the `fix` of a target, for example:
+Objects of vLLM and LMCache have the type `Any`, because their classes differ between releases. `stubs` makes objects
+for probes. The decorators turn a function into the `fix` of a target, for example:
 
 @fix_after(when=lambda connector, answer, request, *_: answer[0])
 def fix(connector, answer, request, *_): ...
@@ -30,7 +30,7 @@ Steps = Generator[Any, Any, Any]
 def _decorator(
     make: Callable[..., Wrapper], only: Function | None = None, when: Function | None = None, **options: Any
 ) -> Callable[[Function], Fixing]:
-    """Turn the code of a fix into the `fix` of a target. The code does not get the function's module.
+    """Return a decorator that turns the code of a fix into the `fix` of a target.
 
     make: before, after or around. only, when, on_fault: see kvfix.wrapping.
     """
@@ -52,17 +52,17 @@ def _both(only: Function, when: Function | None) -> Function:
     return lambda *given, **named: only(given[0]) and (when is None or when(*given, **named))
 
 
-#: `@fix_before(when=..., on_fault=...)` decorates the code of a fix that runs before the function.
+#: `@fix_before(when=..., on_fault=...)` decorates code that runs before the fixed function.
 fix_before = functools.partial(_decorator, before)
-#: `@fix_after(when=..., on_fault=...)` decorates code that runs after the function.
+#: `@fix_after(when=..., on_fault=...)` decorates code that runs after the fixed function.
 fix_after = functools.partial(_decorator, after)
-#: `@fix_around` decorates code that runs before and after the function. `answer = yield` calls the function. `yield
-#: (arguments,)` calls it with other arguments. Code that returns before its `yield` replaces the function.
+#: `@fix_around` decorates a generator that runs before and after the fixed function. `answer = yield` calls the fixed
+#: function. `yield (arguments,)` calls it with other arguments. A return before the `yield` skips the fixed function.
 fix_around = functools.partial(_decorator, around)
 
 
 def fix_calls(code: Function) -> Fixing:
-    """Decorate code (function, *arguments) -> answer. It calls the function itself, for example to handle errors."""
+    """Decorate code (function, *arguments) -> answer. The code calls the fixed function, e.g. to handle its errors."""
 
     def wrap(function: Function) -> Function:
         return functools.wraps(function)(lambda *args, **kwargs: code(function, *args, **kwargs))
@@ -87,8 +87,8 @@ LOCAL_DISK_BACKEND = Owner("lmcache", "lmcache.v1.storage_backend.local_disk_bac
 GPU_CONNECTOR_V2 = Owner("lmcache", "lmcache.v1.gpu_connector.gpu_connectors", "VLLMPagedMemGPUConnectorV2", "V2")
 GPU_CONNECTOR_V3 = Owner("lmcache", "lmcache.v1.gpu_connector.gpu_connectors", "VLLMPagedMemGPUConnectorV3", "V3")
 
-# LMCache's multi-process connectors. LMCache 0.4.4 to 0.5.5 also have `_0180` and `_0201` for older vLLM. The user
-# selects one of them with `kv_connector_module_path`. vLLM has its own copy of the connector.
+# LMCache's multi-process connectors. LMCache 0.4.4 to 0.5.5 also have the connectors `_0180` and `_0201` for older
+# vLLM, which the user selects with `kv_connector_module_path`. vLLM has its own copy of the connector.
 _MP = "lmcache.integration.vllm.lmcache_mp_connector"
 LMCACHE_MP = Owner("lmcache", _MP, "LMCacheMPConnector", "LMCache")
 LMCACHE_MP_0201 = Owner("lmcache", f"{_MP}_0201", "LMCacheMPConnector", "lmcache_mp_connector_0201")
@@ -101,7 +101,7 @@ MP_SCHEDULER_ADAPTER = Owner("lmcache", _MP_ADAPTER, "LMCacheMPSchedulerAdapter"
 MP_HEARTBEAT = Owner("lmcache", _MP_ADAPTER, "HeartbeatThread")
 MP_KV_GROUPS = Owner("lmcache", "lmcache.integration.vllm.kv_cache_groups")
 MP_SERVER_TRANSFER = Owner("lmcache", "lmcache.v1.multiprocess.modules.lmcache_driven_transfer")
-# The worker's client. Before 0.5.6 it was in multiprocess.mq.
+# The worker's client. Before LMCache 0.5.6, the class was in multiprocess.mq.
 MP_CLIENT = Owner("lmcache", "lmcache.v1.multiprocess.transport.zmq_impl.mq", "MessageQueueClient")
 
 # vLLM
@@ -150,7 +150,7 @@ def multi_process(
     for_0180: str = ">=0.4.4",
     order: int = 0,
 ) -> tuple[Target, ...]:
-    """Return one target of this function for each multi-process connector that has broken releases."""
+    """Return one target of this function for each multi-process connector that is broken in some releases."""
     broken = {LMCACHE_MP: lmcache, VLLM_MP: vllm, LMCACHE_MP_0201: for_0201, LMCACHE_MP_0180: for_0180}
     return tuple(
         getattr(owner, function)(broken=releases, probe=probe, fix=fix, order=order)

@@ -1,8 +1,8 @@
-"""The class `Fix`: the record of one bug.
+"""The class `Fix`, which describes one bug and how kvfix fixes it.
 
-A fix is one file in a folder of `fixes/`. The file name has the code and the slug of the fix. The docstring describes
-the bug in fixed sections, for example `Symptom: EngineCore dies ...`. `FIX` has the fixed functions, the broken
-releases, probes that find the bug in the installed code, and all other facts. Every list of bugs comes from `FIX`.
+A fix is one file in a folder of `fixes/`. The file name contains the code and the slug of the fix. The file's docstring
+describes the bug in fixed sections, for example `Symptom: EngineCore dies ...`. The file's object `FIX` contains the
+functions to fix, the releases with the bug, probes that find the bug in the installed code, and all other facts.
 """
 
 import functools
@@ -21,39 +21,41 @@ Wrapper = Callable[[Function], Function]
 Probe = Callable[[Function, ModuleType], bool]
 Fixing = Callable[[ModuleType], Wrapper]
 
-#: Sections of a fix's docstring, in this order. Each section begins with its name. `Fix.doc` has the names as headings.
+#: The sections of a fix's docstring, in this order. Each section begins with its name.
 SECTIONS = ("Symptom", "Cause", "Fix")
-#: Sections for a bug that cannot be fixed from outside.
+#: The sections for a bug that kvfix cannot fix.
 SECTIONS_UNFIXABLE = ("Symptom", "Cause", "Workaround")
-#: Only an opt-in fix has this section. It says what happens while only some of the engines have the fix.
+#: Only opt-in fixes have this section. It describes a cluster in which only some of the engines have the fix.
 MIXED_ROLL_OUT = "Mixed roll-out"
-#: Facts in the list at the end of the docstring, in this order. `Fix` adds a fact that the docstring leaves out.
+#: The facts in the list at the docstring's end, in this order. If the docstring lacks a fact, `Fix` derives the fact.
 FACTS = ("Releases", "Upstream", "Remove when")
 _PART = re.compile(rf"^(?:- )?({'|'.join((*SECTIONS, 'Workaround', MIXED_ROLL_OUT, *FACTS))}):\s", re.MULTILINE)
 _NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
 
-#: Values of `Fix.attaches`: to which requests `kvfix attach` applies the fix. With NEW_REQUESTS, the fix skips requests
-#: that began earlier (`session.before`), because it must see a request from the start. AT_START means no requests: the
-#: fix acts only while the engine starts, or would read cached KV differently than it was written.
+#: Values of `Fix.attaches`, the requests to which `kvfix attach` applies the fix. With NEW_REQUESTS, the fix skips
+#: requests that began before the attach (`session.before`), because the fix must see a request from its start. With
+#: AT_START, `kvfix attach` does not apply the fix, because the fix acts only while the engine starts, or because the
+#: fix would read cached KV in another way than the engine has written the KV.
 ALL_REQUESTS, NEW_REQUESTS, AT_START = "all requests", "new requests", "at start"
 
 
 @dataclass(frozen=True)
 class Target:
-    """A function of a distribution that is wrong in some releases, and the fix of this function.
+    """A function that is wrong in some releases of a distribution, and the fix for this function.
 
     dist, module, function: e.g. "lmcache", "lmcache.integration.vllm.vllm_v1_adapter",
         "LMCacheConnectorV1Impl.get_num_new_matched_tokens".
     broken: the releases whose code is wrong (PEP 440 specifiers). kvfix compares the installed function with the
-        fingerprints of these releases (fingerprints.json). It ignores version numbers.
-    probe: (function, module) -> True if stubs show the bug, False if the function is right. It takes milliseconds.
-        kvfix runs it only on code that no release has. If it is None or raises, kvfix refuses the fix.
+        fingerprints of these releases (fingerprints.json), and does not look at the installed version number.
+    probe: (function, module) -> True if the function shows the bug when the probe calls it with stubs. A probe takes
+        milliseconds. kvfix runs the probe only if the function's code is not the code of any known release. If the
+        probe is None or raises, kvfix then refuses the fix.
     fix: (module) -> wrapper of the function (kvfix.wrapping). If the fix applies, kvfix calls `fix` after the import of
-        the module. None: the target only shows whether the bug is there. A helper fixes the bug, or nothing can.
+        the module. With None, the target only shows whether the bug exists. Helpers then fix the bug, if it is fixable.
     order: position of the wrapper around the function. The wrapper with the lowest order is the innermost.
-    helper: the fix needs this function, but the bug is in another function. The code of a helper does not show the bug.
-    copy: if several classes have a copy of the code, the name of this function's copy. "": every copy needs the
-        function. kvfix wraps either all functions of a copy or none (kvfix.applicability).
+    helper: True if the fix needs this function, but the bug is in another function.
+    copy: if several classes have a copy of the code, the name of this function's copy. "" means that all copies use
+        this function. kvfix wraps either all functions of a copy or none (kvfix.applicability).
     """
 
     dist: str
@@ -81,13 +83,12 @@ class Owner:
         self.copy = copy
 
     def target(self, function: str, **more: Any) -> Target:
-        """Return the target for this function. more: fields of `Target`. Omit `probe` if no stub can show the bug."""
+        """Return a target. more: fields of `Target`. If no stub can show the bug, omit `probe`."""
         full_name = f"{self.name}.{function}" if self.name else function
         return Target(self.dist, self.module, full_name, **{"copy": self.copy, "probe": None, **more})
 
     @property
     def imported(self) -> Any:
-        """The imported module, for the code of a fix."""
         return sys.modules[self.module]
 
     def __getattr__(self, function: str) -> Callable[..., Target]:
@@ -96,29 +97,30 @@ class Owner:
         return functools.partial(self.target, function)
 
 
-#: Value of `no_patch` for a bug that an attacker can use.
+#: The value of `no_patch` for a bug that an attacker can use.
 PRIVATE = {"vllm": "it can be abused: vLLM's security channel comes before a public patch (SECURITY.md)"}
 
-#: Effects of a bug on the user, the worst first. With "lost hits", vLLM computes more, but the output is right.
+#: Effects of a bug on the user, the worst first. "lost hits": vLLM computes cached tokens again; the output is right.
 EFFECTS = ("wrong output", "crash", "hang", "leak", "lost hits")
 
 
 class Fix:
-    """The record of a bug, for example `FIX = Fix(LMCACHE_V1.get_finished(...), effect="leak")`.
+    """A bug and its fix, for example `FIX = Fix(LMCACHE_V1.get_finished(...), effect="leak")`.
 
     effect: the worst effect of the bug on the user, one of EFFECTS.
-    evidence: {code of a rule or finding, such as KVR011: regular expression}. A message that matches shows this bug.
-    scenarios: slugs of the scenarios that show the bug in the lab. The default is the slug of the fix. If no scenario
-        shows the bug, `proof` names the test and the reason.
-    changes_healthy: connectors with which the fix also changes lab runs that violate no rule without the fix.
+    evidence: {code of a rule or finding, such as KVR011: regular expression}. A message of this rule or finding that
+        matches the regular expression is a sign of the bug.
+    scenarios: slugs of the scenarios of `kvfix lab` that show the bug. The default is the slug of the fix.
+    proof: if no scenario shows the bug, the test that shows the bug, and the reason.
+    changes_healthy: connectors with which the fix also changes runs of `kvfix lab` that do not have the bug.
     no_patch: {dist: why kvfix has no patch for upstream}.
-    opt_in: True if the user must name the fix (`--plus`). A default fix acts within one engine or server, and changes
-        no key, no stored layout, no message to a peer and no scheduling policy.
+    opt_in: True if the user must name the fix (`--plus`). A fix that is not opt-in acts within one engine or server.
+        It changes no key, no stored layout, no message to a peer and no scheduling policy.
     attaches: ALL_REQUESTS, NEW_REQUESTS or AT_START.
-    on_fault: what happens if the code of the fix raises. "original": the function answers as without the fix. "closed":
-    a load fails, a store is skipped or 0 tokens are promised. With an `on_fault`, the default is "closed".
-    let_go: releases the objects of the engine that the fix keeps. kvfix calls it after it has removed the wrappers.
-    harmless: for an unfixable bug, () -> the reason why the bug does no harm in this process; "" if it can do harm.
+    on_fault: the effect if the code of the fix raises. With "original", the function works as without the fix. With
+        "closed", a load fails, a store is skipped or 0 tokens are promised. "" derives the effect from the targets.
+    let_go: releases engine objects that the fix keeps. kvfix calls this function after removing the wrappers.
+    harmless: for an unfixable bug, () -> the reason why the bug does no harm in this process, or "" if it can do harm.
     """
 
     def __init__(
@@ -158,13 +160,13 @@ class Fix:
 
     @property
     def groups(self) -> list[tuple[str, tuple[Target, ...]]]:
-        """Return (copy, targets) for each copy of the code. kvfix wraps either all targets of a copy or none."""
+        """Return (copy, targets) for each copy of the code."""
         copies = dict.fromkeys(target.copy for target in self.targets if target.copy) or [""]
         return [(copy, tuple(each for each in self.targets if each.copy in ("", copy))) for copy in copies]
 
     @property
     def dists(self) -> tuple[str, ...]:
-        """Return the distributions that have the bug, without those that have only helpers."""
+        """Return the distributions that have the bug, without distributions that have only helpers."""
         return tuple(dict.fromkeys(target.dist for target in self.targets if not target.helper))
 
     @property
@@ -174,7 +176,7 @@ class Fix:
 
     @functools.cached_property
     def _texts(self) -> dict[str, str]:
-        """Return {section or fact: text}, including the facts that the docstring leaves out."""
+        """Return {section or fact: text}, with derived facts in place of facts that the docstring lacks."""
         _, *parts = _PART.split(self.docstring)
         texts = {name: text.strip() for name, text in zip(parts[::2], parts[1::2], strict=True)}
         facts = {name: texts.pop(name, "") or self._known(name) for name in FACTS}
@@ -182,7 +184,7 @@ class Fix:
 
     @property
     def doc(self) -> str:
-        """Return the docstring as Markdown, with all facts."""
+        """Return the docstring as Markdown, with sections under headings and with all facts."""
         from textwrap import TextWrapper
 
         wrapper = TextWrapper(120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
@@ -191,12 +193,12 @@ class Fix:
         return "\n\n".join((self.title, *sections, facts))
 
     def section(self, name: str) -> str:
-        """Return the text of a section or fact; "" if there is none."""
+        """Return the text of a section or fact, or "" for a section that the docstring does not have."""
         text = self._texts.get(name, "")
         return " ".join(text.split()) if name in FACTS else text
 
     def _known(self, fact: str) -> str:
-        """Derive a fact from the first and the last release with the bug, because the docstring leaves it out."""
+        """Derive a missing fact of the docstring from the first and the last release with the bug."""
         from packaging.version import Version
 
         if fact == "Upstream":
@@ -209,6 +211,6 @@ class Fix:
         known = [(name, sorted(releases, key=Version)) for name, releases in wrong.items()]
         if fact == "Releases":
             spans = (f"{name} {' to '.join(dict.fromkeys(found[:1] + found[-1:]))}" for name, found in known)
-            is_first = any(found[0] == "0.32.0" for _, found in known)  # kvfix was written for this release of vLLM
+            is_first = any(found[0] == "0.32.0" for _, found in known)  # kvfix was first written for vLLM 0.32.0
             return f"{'; '.join(spans)}.{' Earlier releases were not tested.' if is_first else ''}"
         return f"{' and '.join(f'{name} {found[-1]}' for name, found in known)} is no longer in use."

@@ -1,6 +1,7 @@
-"""Stubs for behaviour probes: LMCache's in-process adapter, its lookup client, a request, a step.
+"""Stubs for behaviour probes: LMCache's in-process adapter and lookup client, a request, a step.
 
-The module imports nothing that the engine has not imported, because a probe runs in a production engine.
+A stub has only the attributes that the probed functions read. In most functions, `more` adds or replaces attributes.
+This module imports nothing that the engine has not imported, because a probe runs in a production engine.
 """
 
 import threading
@@ -13,7 +14,7 @@ Stub = SimpleNamespace
 
 
 def raises(error: Any, hook: Callable[..., Any], *args: Any, text: str = "", **kw: Any) -> bool:
-    """Return True if the call raises this error with this text. Raise any other error: the probe does not fit."""
+    """Return True if the call raises this error with this text. Raise other errors, because the probe does not fit."""
     try:
         hook(*args, **kw)
     except error as raised:
@@ -31,7 +32,7 @@ class Nothing:
 
 
 class Calls(list[Any]):
-    """A callable that records each call as (args, kwargs). It returns `answer`, or raises it if it is an error."""
+    """A callable that records each call as (args, kwargs). It returns `answer`, or raises it if it is an exception."""
 
     def __init__(self, answer: Any = None) -> None:
         super().__init__()
@@ -45,12 +46,11 @@ class Calls(list[Any]):
 
 
 def stub(more: dict[str, Any], **attributes: Any) -> Any:
-    """Return an object with these attributes; `more` adds or replaces some."""
     return SimpleNamespace(**{**attributes, **more})
 
 
 def scheduler_side(**more: Any) -> Any:
-    """Return the attributes that `LMCacheConnectorV1Impl` reads in the scheduler; `more` adds or replaces some."""
+    """Return a stub of `LMCacheConnectorV1Impl` in the scheduler."""
     config = SimpleNamespace(
         save_decode_cache=False, priority_limit=None, min_retrieve_tokens=0,
         get_extra_config_value=lambda name, default: default,
@@ -64,9 +64,9 @@ def scheduler_side(**more: Any) -> Any:
 
 
 def scheduled(adapter: ModuleType, total: int, tracked: int, computed: int, **more: Any) -> tuple[Any, Any]:
-    """Return a `scheduler_side` with one request of `total` tokens, and the request's tracker.
+    """Return (a `scheduler_side` with one request of `total` tokens, the request's tracker).
 
-    tracked: tokens in the tracker. computed: tokens that vLLM has computed. more: as in `scheduler_side`.
+    tracked: number of tokens in the tracker. computed: number of computed tokens. more: as in `scheduler_side`.
     """
     tracker = adapter.RequestTracker(NAME, total, [0] * tracked, list(range(-(-total // 16))))
     known = request(total, num_computed_tokens=computed)
@@ -74,21 +74,21 @@ def scheduled(adapter: ModuleType, total: int, tracked: int, computed: int, **mo
 
 
 def worker_side(adapter: ModuleType, meta: Any, **more: Any) -> Any:
-    """Return the attributes that LMCache's adapter reads in a worker's step with `meta`; `more` adds or replaces."""
+    """Return a stub of LMCache's adapter in a worker, in a step with the metadata `meta` of one request."""
     step = adapter.LMCacheConnectorMetadata()
     step.requests = [meta]
     return stub(
         more, kv_role="kv_both", use_layerwise=False, enable_blending=False, kv_caches={"layer": None},
         config=SimpleNamespace(), device="cpu", _lmcache_chunk_size=16, _block_size=16, current_layer=0,
         layerwise_storers=[], _layerwise_save_storers={}, _stats_monitor=Nothing(),
-        _recent_load_errors=(),  # patches/upstream/failed-load-poisons-cache adds this
+        _recent_load_errors=(),  # patches/upstream/failed-load-poisons-cache adds this attribute
         _parent=SimpleNamespace(_connector_metadata=step, _get_connector_metadata=lambda: step),
     )  # fmt: skip
 
 
 def metadata(tokens: int, **more: Any) -> Any:
-    """Return a request's metadata for a worker. The tokens begin in block 3. `more` adds or replaces attributes."""
-    import torch  # the adapter has imported it
+    """Return a request's metadata for a worker. The tokens begin in block 3."""
+    import torch  # the adapter has already imported torch
 
     return stub(
         more, req_id=NAME, token_ids=[0] * tokens, slot_mapping=torch.arange(48, 48 + tokens), load_spec=None,
@@ -97,7 +97,7 @@ def metadata(tokens: int, **more: Any) -> Any:
 
 
 def async_lookup_client(**more: Any) -> Any:
-    """Return the attributes that LMCacheAsyncLookupClient reads, with a lookup in flight; `more` adds or replaces."""
+    """Return a stub of LMCacheAsyncLookupClient that has a lookup in flight."""
     return stub(
         more, lock=threading.Lock(), reqs_status={NAME: None}, first_lookup_time={}, lookup_backoff_time=0,
         aborted_lookups=set(), timeout_ms=3000, config=SimpleNamespace(lookup_timeout_ms=3000), world_size=1,
@@ -106,12 +106,10 @@ def async_lookup_client(**more: Any) -> Any:
 
 
 def lookup_client(hit: int) -> Any:
-    """Return a lookup client whose `lookup` and `lookup_cache` return this hit."""
     return SimpleNamespace(lookup_cache=lambda lookup_id: hit, lookup=lambda *_, **__: hit)
 
 
 def request(num_tokens: int, **more: Any) -> Any:
-    """Return a request of vLLM's scheduler; `more`: attributes to add or replace."""
     return stub(
         more, request_id=NAME, num_tokens=num_tokens, num_prompt_tokens=num_tokens, all_token_ids=[0] * num_tokens,
         prompt_token_ids=[0] * num_tokens, prompt_embeds=None, block_hashes=[b""] * (num_tokens // 16),
@@ -124,9 +122,10 @@ def request(num_tokens: int, **more: Any) -> Any:
 def step(
     tokens: int = 0, *, new: Any = None, computed: int = 0, blocks: list[int] | None = None, resumed: bool = False
 ) -> Any:
-    """Return a scheduler output with one request: `new`, or else a cached one. Without `new`, 0 tokens mean no request.
+    """Return a scheduler output with one request: the request `new`, or a cached request if `new` is None.
 
-    computed, blocks: of the cached request. resumed: True if the step resumes the cached request.
+    With 0 tokens, the output has no cached request. computed, blocks: the cached request's computed tokens and its
+    new blocks. resumed: True if the step resumes the cached request.
     """
     known = [NAME] if tokens and new is None else []
     cached = SimpleNamespace(

@@ -1,8 +1,8 @@
-"""The token ledger checks the events of each request against the rules. It imports neither vLLM nor LMCache.
+"""The token ledger checks the events of each request against rules. This package imports neither vLLM nor LMCache.
 
-In most known bugs, two token counts of a request disagree. The ledger compares the tokens that vLLM has computed, the
-external cache has, a lookup has promised, vLLM has taken ("granted"), and the worker has loaded or stored. The events
-come from live hooks, log lines, recorder files or the lab.
+In most known bugs, two token counts of a request disagree. The ledger compares the numbers of tokens computed by vLLM,
+present in the external cache, promised by a lookup, taken by vLLM ("granted"), and loaded or stored by the worker. The
+events come from hooks of a running engine, log lines, recorder files or runs of `kvfix lab`.
 """
 
 from collections import deque
@@ -14,18 +14,15 @@ from kvfix.ledger.rules import RULES_FOR
 
 
 class Finding(NamedTuple):
-    """The result of a rule for an event. verdict: "violated", or "unknown" if the rule cannot be checked.
-
-    earlier: the earlier event that `event` contradicts, if there is one.
-    """
+    """A rule's objection to an event."""
 
     code: str
     name: str
-    verdict: str
+    verdict: str  # "violated", or "unknown" if the events do not suffice to check the rule
     request: str
     message: str
     event: Event
-    earlier: Event | None = None
+    earlier: Event | None = None  # the earlier event that `event` contradicts
 
     def __str__(self) -> str:
         return f"{self.code} {self.name} {self.request}: {self.message}"
@@ -36,32 +33,32 @@ _LAST = {ev.LoadDue: "due", ev.Finished: "finished", ev.Leased: "lease", ev.Leas
 
 
 class History:
-    """The state of one request, as far as its events show it. A count is None until an event reports the count."""
+    """The state of one request, derived from its events. A count is None until an event reports the count."""
 
     def __init__(self, events_kept: int, sees_loads: bool) -> None:
         self.sees_loads = sees_loads
         self.events: deque[Event] = deque(maxlen=events_kept)
-        #: False if the recording began after the request. Many counts are then unknown.
+        #: False if the request is older than the recording. Its early events are then missing.
         self.recorded_from_start = False
         self.finished: ev.Finished | None = None
         self.lease: ev.Leased | None = None
         self.lease_ended: ev.LeaseEnded | None = None
-        #: Tokens with KV in vLLM after the last scheduled step.
+        #: The number of tokens that have KV in vLLM after the last scheduled step.
         self.computed: int | None = None
-        #: The last lookup (Asked) since the request began to wait, and how many promised tokens vLLM takes (Granted).
+        #: asked: the last lookup of the current wait. granted: how many of the promised tokens vLLM takes.
         self.asked: ev.Asked | None = None
         self.granted: ev.Granted | None = None
         self.due: ev.LoadDue | None = None
-        #: True if the request has been in a step since the last Granted event.
+        #: True if a step has scheduled the request since its last lookup.
         self.admitted = False
-        #: The last lookup that timed out. `timed_out_again`: True if the lookup directly followed another timeout.
+        #: timed_out: the last lookup that timed out. timed_out_again: True if another timeout directly preceded it.
         self.timed_out: ev.TimedOut | None = None
         self.timed_out_again = False
-        #: Tokens from the request's start that the external cache has, or will have, according to the connector.
+        #: According to the connector, the external cache has, or will have, the request's first `stored_to` tokens.
         self.stored_to: int | None = None
 
     def take(self, event: Any) -> None:
-        """Add the event to the history. `Ledger.feed` calls this after the rules have checked the event."""
+        """Add an event that the rules have checked."""
         kind = type(event)
         if kind is ev.Scheduled:
             self.computed = event.computed + event.tokens
@@ -69,10 +66,10 @@ class History:
         elif kind is ev.Asked:
             self.asked, self.granted, self.admitted = event, None, False
         elif kind is ev.Granted:
-            # After a load between steps, vLLM admits the request and calls update_state_after_alloc again, with 0.
+            # After a load between steps, vLLM calls update_state_after_alloc again, with 0 tokens. Skip this call.
             if event.external or self.admitted or self.granted is None or not self.granted.external:
                 if self.admitted:
-                    self.asked = None  # a streaming session continues with more input, without another lookup
+                    self.asked = None  # a streaming session got more input, and vLLM made no lookup for it
                 self.granted, self.due = event, None
         elif kind is ev.Stored:
             self.stored_to = max(self.stored_to or 0, event.end, event.covered)
@@ -89,7 +86,7 @@ class History:
 class Ledger:
     """Check events against the rules. The caller feeds the events in the order in which they happened.
 
-    events_kept: events to keep per request, for reports. `forget` drops a finished request, after its check for leaks.
+    events_kept: maximum number of events to keep for each request. Reports show these events.
     sees_loads: False if the source of the events cannot read the connector's metadata and so reports no loads.
     """
 
@@ -99,10 +96,10 @@ class Ledger:
         self._sees_loads = sees_loads
 
     def feed(self, event: Event) -> list[Finding]:
-        """Return the findings of this event, in the order of the rules."""
+        """Check one event. Return the findings in the order of the rules."""
         history = self.histories.get(event.request)
         if history is None or (history.finished is not None and isinstance(event, ev.Asked | ev.ReadsFrom)):
-            # A new request reuses the id of a finished request.
+            # The request is new. It may have the id of a finished request.
             history = self.histories[event.request] = History(self._events_kept, self._sees_loads)
             history.recorded_from_start = isinstance(event, ev.Asked | ev.ReadsFrom)
         findings = []
@@ -115,5 +112,4 @@ class Ledger:
         return findings
 
     def forget(self, request: str) -> None:
-        """Drop the history of a request that gets no more events."""
         self.histories.pop(request, None)

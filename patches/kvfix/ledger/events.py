@@ -1,46 +1,39 @@
-"""The events of the ledger. Counts are in tokens. A count is None if the source of the event does not know it."""
+"""The events that the ledger checks. Counts are in tokens. A count is None if the event's source does not know it."""
 
 from typing import NamedTuple, Protocol
 
 
 def balance(hit: int, computed: int, total: int) -> int:
-    """Return the number of tokens to load: hit - computed, and one less if the hit covers the whole request.
+    """Return how many tokens to load, which is hit - computed, or one less if the hit covers the whole request.
 
-    vLLM recomputes the last token for its logits (LMCache issue 2158). If the result is below 1, do not load.
+    vLLM recomputes the last token for its logits (LMCache issue 2158). If the result is below 1, there is no load.
     """
     return hit - computed - (hit == total)
 
 
 class Event(Protocol):
-    """An event of this module or of kvfix_tools."""
+    """The interface of an event, which this module or kvfix_tools defines."""
 
     @property
     def request(self) -> str: ...
 
     def text(self) -> str:
-        """Return one line with the arithmetic of the event, without the request id."""
+        """Describe the event and its token counts in one line, without the request id."""
 
 
 class Asked(NamedTuple):
-    """`get_num_new_matched_tokens` returned.
-
-    - total: tokens of the request
-    - computed: tokens that vLLM has, as passed to the connector (whole blocks)
-    - hit: tokens that the external cache has from the start of the request
-    - promised: the tokens in the answer; None: the connector does not know yet, and vLLM will ask again
-    - asynchronous: the load runs between steps
-    - replay: vLLM takes only whole blocks of a hit and recomputes up to `replay` tokens (`prefix_replay_tokens`)
-    - divergent: some KV groups may have fewer than `computed` tokens. If vLLM then takes 0 promised tokens, it keeps
-      only the tokens that all KV groups have (`supports_divergent_local_hybrid_hits`).
-    """
+    """A lookup: the connector's hook `get_num_new_matched_tokens` has returned a number of promised tokens."""
 
     request: str
-    total: int
-    computed: int
-    hit: int | None
-    promised: int | None
-    asynchronous: bool = False
+    total: int  # tokens in the request
+    computed: int  # computed tokens that vLLM passed to the hook, in whole blocks
+    hit: int | None  # tokens that the external cache has from the start of the request
+    promised: int | None  # None if the hook has no result yet, and vLLM will call the hook again
+    asynchronous: bool = False  # True if the load runs between steps
+    #: How many hit tokens vLLM may recompute (`prefix_replay_tokens`). If not 0, vLLM takes only whole blocks of a hit.
     replay: int = 0
+    #: True if some KV groups may have fewer than `computed` tokens. If vLLM takes no promised token, vLLM then keeps
+    #: only the tokens that all KV groups have (`supports_divergent_local_hybrid_hits`).
     divergent: bool = False
 
     def text(self) -> str:
@@ -58,7 +51,7 @@ class Asked(NamedTuple):
 
 
 class Granted(NamedTuple):
-    """vLLM called `update_state_after_alloc`. It has allocated blocks and takes `external` of the promised tokens."""
+    """vLLM called `update_state_after_alloc`: vLLM has allocated blocks and takes `external` of the promised tokens."""
 
     request: str
     external: int
@@ -68,16 +61,13 @@ class Granted(NamedTuple):
 
 
 class Scheduled(NamedTuple):
-    """A step computes the next `tokens` tokens of the request. vLLM has computed or loaded `computed` tokens before.
-
-    capacity: token slots in the request's blocks. first: True if this step admits a new or preempted request.
-    """
+    """A step computes the next `tokens` tokens of the request. vLLM has computed or loaded `computed` tokens before."""
 
     request: str
     computed: int
     tokens: int
-    capacity: int | None = None
-    first: bool = False
+    capacity: int | None = None  # token slots in the request's blocks
+    first: bool = False  # True if the step admits a new or preempted request
 
     def text(self) -> str:
         start = "admitted" if self.first else "continues"
@@ -85,24 +75,20 @@ class Scheduled(NamedTuple):
 
 
 class LoadDue(NamedTuple):
-    """The connector's metadata tell the worker to load tokens [start, end) of the request.
-
-    block: tokens per block if the metadata list blocks, the last of which may be partly filled; 0 if they list tokens.
-    relative: `start` and `end` count from the end of the computed tokens, which the metadata do not contain.
-    """
+    """The connector's metadata tell the worker to load tokens [start, end) of the request."""
 
     request: str
     start: int
     end: int
-    block: int = 0
-    relative: bool = False
+    block: int = 0  # tokens per block if the metadata list whole blocks (the last block may be partly filled)
+    relative: bool = False  # True if `start` and `end` count from the first token that vLLM has not computed
 
     def text(self) -> str:
         return f"tokens {self.start} to {self.end} are to be loaded"
 
 
 class Loaded(NamedTuple):
-    """The worker has loaded `tokens` tokens up to `end`. If LoadDue has more tokens, the load has failed."""
+    """The worker has loaded `tokens` tokens, up to `end`. If the LoadDue event has more tokens, the load has failed."""
 
     request: str
     tokens: int
@@ -113,15 +99,12 @@ class Loaded(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """The worker has stored tokens [start, end) of the request in the external cache.
-
-    covered: tokens from the start of the request that are already cached.
-    """
+    """The worker has stored tokens [start, end) of the request in the external cache."""
 
     request: str
     start: int
     end: int
-    covered: int = 0
+    covered: int = 0  # tokens from the start of the request that the external cache already has
 
     def text(self) -> str:
         return f"tokens {self.start} to {self.end} stored"
@@ -130,20 +113,18 @@ class Stored(NamedTuple):
 class Compared(NamedTuple):
     """The worker has compared chunks of the external cache with the KV that vLLM computed for their tokens (`audit=`).
 
-    chunks: the number of chunks. wrong: how many of them differ by more than the limit. The other fields describe the
-    first wrong chunk or, if none is wrong, the one nearest to its limit. It has tokens [start, end). part: K, V, or KV.
-    token: the token that differs most. error: norm of the difference divided by the norm of the computed K, V, or KV.
+    All fields after `wrong` describe the first wrong chunk or, if no chunk is wrong, the chunk nearest to its limit.
     """
 
     request: str
-    chunks: int
-    wrong: int
+    chunks: int  # compared chunks
+    wrong: int  # chunks that differ by more than their limit
     start: int
     end: int
     layer: str
-    part: str
-    token: int
-    error: float
+    part: str  # "K", "V" or "KV"
+    token: int  # the token that differs most
+    error: float  # norm of the difference, divided by the norm of the computed K, V or KV
     limit: float
 
     def text(self) -> str:
@@ -152,16 +133,13 @@ class Compared(NamedTuple):
 
 
 class BlocksLost(NamedTuple):
-    """A store of tokens [start, end) of KV group `group` reads blocks that vLLM does not keep for the request.
-
-    blocks: "null blocks", "blocks freed before the step" or "blocks freed after the step and used again".
-    """
+    """A store reads tokens [start, end) of KV group `group` from blocks that vLLM does not keep for the request."""
 
     request: str
     group: int
     start: int
     end: int
-    blocks: str
+    blocks: str  # "null blocks", "blocks freed before the step" or "blocks freed after the step and used again"
 
     def text(self) -> str:
         return f"tokens {self.start} to {self.end} of KV group {self.group} stored from {self.blocks}"
@@ -177,7 +155,7 @@ class Preempted(NamedTuple):
 
 
 class LoadFailed(NamedTuple):
-    """All or part of the load failed. vLLM rolls the request back to `computed` tokens (None: not known)."""
+    """The load failed, wholly or in part. vLLM rolls the request back to `computed` tokens (None: not known)."""
 
     request: str
     computed: int | None
@@ -197,7 +175,7 @@ class Finished(NamedTuple):
 
 
 class Left(NamedTuple):
-    """`where` (a dictionary, a pin, a lock) still has the state of an ended request: a leak."""
+    """An ended request leaks, because `where` (a dictionary, a pin or a lock) still holds it."""
 
     request: str
     where: str
@@ -207,7 +185,7 @@ class Left(NamedTuple):
 
 
 class Stuck(NamedTuple):
-    """The request has waited for a load for `waited` steps, but no load is in flight."""
+    """The request has waited `waited` steps for a load, but no load is in flight."""
 
     request: str
     waited: int
@@ -217,14 +195,14 @@ class Stuck(NamedTuple):
 
 
 class TimedOut(NamedTuple):
-    """A lookup of the request timed out after `waited` seconds. at: the time, in seconds of any monotonic clock."""
+    """A lookup of the request timed out after `waited` seconds."""
 
     request: str
     waited: float
-    at: float
+    at: float  # time of the timeout, in monotonic seconds
 
     def is_at_once_after(self, other: "TimedOut") -> bool:
-        """Return True if the pause between the two lookups was shorter than the wait of this lookup."""
+        """Return True if the pause between lookup `other` and this lookup was shorter than this lookup's wait."""
         return self.at - other.at < 2 * self.waited
 
     def text(self) -> str:
@@ -243,21 +221,18 @@ class Raised(NamedTuple):
 
 
 class Leased(NamedTuple):
-    """The request has ended. Its blocks are kept until the peer sends a notice, or for `seconds` (None: not known).
-
-    name: the id that the peer uses for the request, if it differs from `request`.
-    """
+    """The request has ended. vLLM keeps its blocks for `seconds` (None: not known), or until a notice from the peer."""
 
     request: str
     seconds: float | None
-    name: str = ""
+    name: str = ""  # the id that the peer uses for the request, if it is another id
 
     def text(self) -> str:
         return "its blocks are kept for a peer" + ("" if self.seconds is None else f", for {self.seconds:g} s")
 
 
 class LeaseExtended(NamedTuple):
-    """The peer has renewed the lease for the first time, for `seconds` from now (None: not known)."""
+    """The peer has renewed the lease for the first time. The lease now ends after `seconds` (None: not known)."""
 
     request: str
     seconds: float | None
@@ -267,14 +242,11 @@ class LeaseExtended(NamedTuple):
 
 
 class LeaseEnded(NamedTuple):
-    """The connector has reported the blocks as sent, so vLLM frees them. renewed: how often the peer renewed the lease.
-
-    expired: True if the lease has expired, False if the peer sent a notice, None if not known.
-    """
+    """The connector has reported the blocks as sent, so vLLM frees them."""
 
     request: str
-    expired: bool | None
-    renewed: int = 0
+    expired: bool | None  # True if the lease has expired, False if the peer sent a notice, None if not known
+    renewed: int = 0  # how often the peer renewed the lease
 
     def text(self) -> str:
         how = {None: "", True: ": its lease has expired", False: " after a notice"}
@@ -282,16 +254,12 @@ class LeaseEnded(NamedTuple):
 
 
 class ReadsFrom(NamedTuple):
-    """The request will read the blocks of request `peer`, which another engine keeps, and then notify that engine.
-
-    engine, peer: the engine id and request id in the request's `kv_transfer_params`.
-    pushed: True if `engine` writes the blocks. It then needs no notice, and does not learn if the request ends early.
-    """
+    """The request will read the blocks that engine `engine` keeps for its request `peer`, and then notify `engine`."""
 
     request: str
-    engine: str
-    peer: str
-    pushed: bool = False
+    engine: str  # engine id in the request's `kv_transfer_params`
+    peer: str  # request id in the request's `kv_transfer_params`
+    pushed: bool = False  # True if `engine` writes the blocks. `engine` then gets no notice, even after an early end
 
     def text(self) -> str:
         if self.pushed:

@@ -1,4 +1,4 @@
-"""Find out from an engine's state (`kvfix.engine_state`) what requests wait for, and if any can make progress.
+"""Find out from an engine's state (`kvfix.engine_state`) what requests wait for, and if any can move (make progress).
 
 vLLM tries to admit its waiting requests in order, and stops at the first request for which it has too few blocks
 (`break` after `allocate_slots` in `schedule`, v1/core/sched/scheduler.py 0.32.0:1275-1282). This request waits until a
@@ -11,34 +11,32 @@ from typing import Any, NamedTuple
 
 from kvfix.engine_state.scheduler import QUEUES
 
-#: A request waits for free blocks (PLACE), its load, its lookup, or something outside the engine (OUTSIDE_STATUSES).
+#: A request can wait for free blocks (PLACE), its load, its lookup, or an event outside the engine (OUTSIDE_STATUSES).
 PLACE, LOAD, LOOKUP, OUTSIDE = "place", "load", "lookup", "outside"
-#: {vLLM's status of a request that waits for something outside the engine: what the request waits for}
+#: {status that vLLM gives to a request: what the request waits for outside the engine}
 OUTSIDE_STATUSES = {
     "WAITING_FOR_STREAMING_REQ": "the client: the next part of its prompt",
     "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR": "the compiler of its grammar",
 }
-#: Fields in the row of a worker's connector that list loads which the worker has not reported yet.
+#: In the row of a worker's connector, these fields list loads that the worker has not reported yet.
 KINDS = ("loads", "unreported")
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """A waiting request.
-
-    needs: free blocks that vLLM needs to admit it, including blocks reserved for other requests; None: unknown.
-    holds: blocks that the request has already, for example because its load has ended.
-    """
+    """A waiting request."""
 
     name: str
     waits_for: str = PLACE
+    #: How many blocks must be free before vLLM admits the request, including reserved blocks (None: not known).
     needs: int | None = None
+    #: How many blocks the request already has, for example because its load has ended.
     holds: int = 0
 
 
 @dataclass(frozen=True)
 class State:
-    """The state of an engine between two steps. None: not known."""
+    """The state of an engine between two steps. A number is None if it is not known."""
 
     #: The waiting requests, in the order in which the scheduler admits them.
     waiting: tuple[Waiting, ...]
@@ -47,12 +45,11 @@ class State:
     running: int | None
     #: Number of transfers in flight, and of results that the scheduler has not used yet.
     in_flight: int | None
-    #: Number of lookups in flight.
     lookups: int | None
 
 
 class Answer(NamedTuple):
-    """verdict: valid, violated or unknown. message: the arithmetic. request: the first request that cannot move."""
+    """The result of `can_move`. message: the reason. request: the first request that cannot move, or ""."""
 
     verdict: str
     message: str
@@ -60,7 +57,7 @@ class Answer(NamedTuple):
 
 
 def can_move(state: State) -> Answer:
-    """Return verdict "valid" if a waiting request can still move, "violated" if none can, "unknown" without data."""
+    """Return "valid" if a waiting request can still move, "violated" if none can, "unknown" if data is missing."""
     waiting = [each for each in state.waiting if each.waits_for != OUTSIDE]
     if not waiting:
         return Answer("valid", "no request waits for the engine")
@@ -102,10 +99,10 @@ def _count(number: int, one: str, many: str) -> str:
 
 @dataclass(frozen=True)
 class Engine:
-    """A scheduler and the workers' connectors of its engine. process: the state of the scheduler's process."""
+    """One engine. `process` is the state of its scheduler's process."""
 
     process: dict[str, Any]
-    #: (state of the worker's process, row of its connector), ordered by rank.
+    #: (state of a worker's process, row of the worker's connector), ordered by rank.
     workers: tuple[tuple[dict[str, Any], dict[str, Any]], ...]
 
     @property
@@ -126,17 +123,16 @@ class Engine:
 
     @property
     def sees_transfers(self) -> bool:
-        """True if kvfix has read the transfers of every rank's connector."""
+        """True if kvfix knows the transfers in flight of every rank."""
         known = [each for _, each in self.workers if "loads" in each and "unread" not in each]
         return len({each["rank"] for each in known}) >= self.ranks
 
     def ranks_with(self, request: str, *kinds: str) -> list[int]:
-        """Return the ranks that list the request in one of the fields `kinds`, such as "loads" or "stores"."""
+        """Return the ranks whose connector lists the request in one of the fields `kinds`, such as "loads"."""
         return sorted({each["rank"] or 0 for _, each in self.workers if any(request in each.get(k, ()) for k in kinds)})
 
 
 def engines(processes: Iterable[dict[str, Any]]) -> list[Engine]:
-    """Return one engine for each scheduler in these processes."""
     processes = [each for each in processes if "schema" in each]
     connectors = [(process, each) for process in processes for each in process.get("connectors") or ()]
     workers = [pair for pair in connectors if pair[1]["role"] == "WORKER"]
@@ -155,7 +151,7 @@ def waiting(engine: Engine) -> list[dict[str, Any]]:
 
 
 def waits(engine: Engine) -> list[tuple[dict[str, Any], str]]:
-    """Return (row, what its request waits for). Behind a request that lacks blocks, a lookup is a wait for blocks."""
+    """Return (row, what the request waits for). If an earlier request lacks blocks, a lookup counts as PLACE."""
     found: list[tuple[dict[str, Any], str]] = []
     stopped, free = False, engine.scheduler["pool"]["free"]
     for row in waiting(engine):
@@ -172,7 +168,7 @@ def waits(engine: Engine) -> list[tuple[dict[str, Any], str]]:
 
 
 def state(engine: Engine) -> State:
-    """Return the state for `can_move`. All lookups count as in flight, because another rule finds unanswered ones."""
+    """Return the state for `can_move`. All lookups count as in flight. Another rule finds unanswered lookups."""
     scheduler = engine.scheduler
     rows = tuple(Waiting(row["id"], kind, row["needs"], row["blocks"]) for row, kind in waits(engine))
     running = sum(row["queue"] in ("running", "") for row in engine.requests)

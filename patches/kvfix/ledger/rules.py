@@ -1,7 +1,8 @@
-"""The rules: invariants of the token accounting. `kvfix explain` prints the docstring of a rule.
+"""The rules that the ledger checks. `kvfix explain` prints the docstring of a rule.
 
-A rule compares an event with the history of its request. It returns None if the event is valid, or else ("violated" or
-"unknown", message, contradicted event). "unknown": the recording began after the request, or a count is missing.
+A rule compares an event with the history of its request, and returns None if the event is valid. Otherwise, the rule
+returns ("violated", message, earlier event that the event contradicts, or None). If events or counts are missing, the
+rule returns "unknown" in place of "violated".
 """
 
 from __future__ import annotations
@@ -56,10 +57,11 @@ def unknown(message: str) -> Outcome:
 
 @rule("KVR001", "promise-out-of-bounds", ev.Asked)
 def promise_out_of_bounds(history: History, event: ev.Asked) -> Outcome:
-    """The answer of `get_num_new_matched_tokens` is at least 0 and leaves one prompt token to compute, for its logits.
+    """`get_num_new_matched_tokens` promises at least 0 tokens and leaves one token, whose logits vLLM must compute.
 
-    So 0 <= promised <= total - 1 - computed. An asynchronous load may also cover the last token, which vLLM recomputes
-    (vllm/v1/core/sched/scheduler.py 0.32.0, `_update_waiting_for_remote_kv`). vLLM asserts that no more are promised.
+    The limits are 0 <= promised <= total - 1 - computed. An asynchronous load may also cover the last token, because
+    vLLM recomputes this token after the load (vllm/v1/core/sched/scheduler.py 0.32.0, `_update_waiting_for_remote_kv`).
+    vLLM asserts that the connector does not promise more.
     """
     if event.promised is None:
         return None
@@ -75,8 +77,8 @@ def promise_out_of_bounds(history: History, event: ev.Asked) -> Outcome:
 def promise_changed(history: History, event: ev.Asked) -> Outcome:
     """The connector promises the same number of tokens each time it is asked about the same state.
 
-    vLLM asks in every step until it has blocks for the request. If the hit, the computed tokens and the total tokens
-    have not changed, a different number of promised tokens is wrong (LMCache issue 2158).
+    vLLM repeats the lookup in every step until it can allocate blocks for the request. If the hit, the computed tokens
+    and the total tokens have not changed, a different number of promised tokens is wrong (LMCache issue 2158).
     """
     before = history.asked
     if before is None or before.promised is None or event.promised is None or history.granted is not None:
@@ -99,13 +101,13 @@ def grant_differs(history: History, event: ev.Granted) -> Outcome:
 
     vLLM takes 0 tokens in these cases (vllm/v1/core/sched/scheduler.py 0.32.0:971-1027):
 
-    - It chose another connector of a MultiConnector.
+    - MultiConnector chose another one of its connectors.
     - The request asks for prompt_logprobs.
     - vLLM's own prefix hit ends inside a block.
-    - vLLM must return the routed experts, but does not know them for the hit (`cap_external_hit`, 0.33.0:1189).
+    - The request asks for the routed experts, which vLLM does not know for a hit (`cap_external_hit`, 0.33.0:1189).
 
-    For models with prefix replay, vLLM takes only whole blocks of the hit (0.32.0:993-1005). The record has no block
-    size, so the rule cannot judge a smaller number of tokens.
+    For models with prefix replay, vLLM takes only whole blocks of the hit (0.32.0:993-1005). The verdict on a smaller
+    number of tokens is then "unknown", because the events do not contain the block size.
     """
     if event.external == 0:
         return None
@@ -122,7 +124,7 @@ def grant_differs(history: History, event: ev.Granted) -> Outcome:
 
 @rule("KVR004", "load-differs-from-grant", ev.LoadDue)
 def load_differs(history: History, event: ev.LoadDue) -> Outcome:
-    """A load covers the tokens that vLLM takes of the hit ("granted"), and possibly the last token of a full hit."""
+    """A load covers the hit tokens that vLLM takes ("granted"). A load may also cover the last token of a full hit."""
     if history.granted is None or history.asked is None:
         if history.recorded_from_start:
             return violated(f"tokens {event.start} to {event.end} are to be loaded, but none were granted")
@@ -142,14 +144,14 @@ def load_differs(history: History, event: ev.LoadDue) -> Outcome:
 
 @rule("KVR005", "computed-differs-from-grant", ev.Scheduled)
 def computed_differs(history: History, event: ev.Scheduled) -> Outcome:
-    """An admitted request starts with vLLM's own tokens plus the tokens that vLLM takes of the hit ("granted").
+    """A request starts with the tokens in vLLM's own prefix cache plus the hit tokens that vLLM takes ("granted").
 
     The rule allows these differences (vllm/v1/core/sched/scheduler.py 0.32.0):
 
-    - up to one block more if 0 tokens are granted, because vLLM tells the connector only whole blocks (971-1027)
-    - one token less after a load between steps that covers all tokens
+    - up to one block more if 0 tokens are granted, because vLLM reports only whole blocks to the connector (971-1027)
+    - one token less after a load between steps, if the load covers all tokens of the request
     - up to one window less with prefix replay (1053-1124, 3159-3170)
-    - fewer tokens if 0 are granted and the KV groups have different hits, because the smallest hit counts (1029-1038)
+    - fewer tokens if 0 are granted and the KV groups' hits differ, because vLLM keeps the smallest hit (1029-1038)
     """
     if not event.first or history.asked is None or history.granted is None:
         return None
@@ -168,7 +170,7 @@ def computed_differs(history: History, event: ev.Scheduled) -> Outcome:
 
 @rule("KVR006", "load-without-start", ev.Scheduled)
 def load_without_start(history: History, event: ev.Scheduled) -> Outcome:
-    """Tokens that vLLM takes of the hit ("granted") are loaded before a step reads them."""
+    """The connector starts to load the hit tokens that vLLM takes ("granted") before a step reads these tokens."""
     if not event.first or history.granted is None or history.granted.external == 0 or history.due is not None:
         return None
     if not history.sees_loads:
@@ -178,9 +180,9 @@ def load_without_start(history: History, event: ev.Scheduled) -> Outcome:
 
 @rule("KVR007", "store-leaves-hole", ev.Stored)
 def store_leaves_hole(history: History, event: ev.Stored) -> Outcome:
-    """A store continues at the end of the cached tokens. A hit is a prefix, so tokens after a hole are never hit.
+    """A store leaves no hole after the cached tokens, because a hit is a prefix: no hit contains tokens after a hole.
 
-    In LMCache issue 4508, each poll counts the hit again, so that tokens [hit, polls * hit) are never stored.
+    In LMCache issue 4508, LMCache adds the hit at each poll of a lookup, and never stores tokens [hit, polls * hit).
     """
     covered = max(event.covered, history.stored_to or 0)
     if event.start <= covered:
@@ -201,22 +203,22 @@ def store_beyond_computed(history: History, event: ev.Stored) -> Outcome:
 
 @rule("KVR009", "state-left-behind", ev.Left)
 def state_left_behind(history: History, event: ev.Left) -> Outcome:
-    """No dictionary, pin or lock holds an ended request. Such state leaks, or a later request with its id uses it."""
+    """No dictionary, pin or lock holds an ended request. Held state leaks, or a request with the same id uses it."""
     return violated(f"{event.where} still holds it", history.finished)
 
 
 @rule("KVR010", "waits-for-no-load", ev.Stuck)
 def waits_for_no_load(history: History, event: ev.Stuck) -> Outcome:
-    """A request that waits for a load has a load in flight. Otherwise it waits for ever and keeps its blocks."""
+    """A request that waits for a load has a load in flight. Without it, the request waits and keeps blocks for ever."""
     return violated(f"has waited {event.waited} steps for a load that was never started", history.granted)
 
 
 @rule("KVR012", "waits-for-lookup-again", ev.TimedOut)
 def waits_for_lookup_again(history: History, event: ev.TimedOut) -> Outcome:
-    """After two lookup timeouts in a row the scheduler pauses before it waits for a third lookup.
+    """After two lookup timeouts in a row, the scheduler pauses before it waits for a third lookup.
 
-    The scheduler is blocked while it waits for a lookup. If it pauses as long as it has waited, it is blocked for at
-    most half of the time. The rule allows one immediate retry, because the worker may answer again.
+    The scheduler is blocked while it waits for a lookup. If each pause is as long as the wait, the scheduler is blocked
+    for at most half of the time. The rule allows one immediate retry, because the worker may have recovered.
     """
     before = history.timed_out
     if before is None or not history.timed_out_again or not event.is_at_once_after(before):
@@ -229,20 +231,20 @@ def waits_for_lookup_again(history: History, event: ev.TimedOut) -> Outcome:
 
 @rule("KVR011", "exception-left-hook", ev.Raised)
 def exception_left_hook(history: History, event: ev.Raised) -> Outcome:
-    """No connector hook and no scheduler function raises, because an exception ends EngineCore and all its requests."""
+    """Connector hooks and scheduler functions do not raise, because an exception ends EngineCore and its requests."""
     return violated(f"{event.where}: {event.error}")
 
 
 @rule("KVR014", "store-of-lost-blocks", ev.BlocksLost)
 def store_of_lost_blocks(history: History, event: ev.BlocksLost) -> Outcome:
-    """vLLM does not free the blocks of a store before the store has ended or a step waits for the store.
+    """vLLM keeps the blocks of a store until the store has ended, or until a step waits for the store.
 
-    vLLM keeps only the last blocks of a sliding window. It replaces earlier blocks by null block 0 and gives them to
-    other requests (`remove_skipped_blocks`, v1/core/single_type_kv_cache_manager.py 0.32.0:672). A store of these
+    vLLM keeps only the last blocks of a sliding window. vLLM replaces the earlier blocks by null block 0, and other
+    requests get them (`remove_skipped_blocks`, v1/core/single_type_kv_cache_manager.py 0.32.0:672). A store from such
     blocks puts wrong KV under a valid key, and a later hit gives wrong text. (`lmcache server --separate-object-groups`
     skips a chunk if all window blocks of the chunk are null.)
 
-    The rule checks a store in the store's own step and in the next step. Later, the store may have ended.
+    The rule checks a store in the store's own step and in the next step. After the next step, the store may have ended.
     """
     return violated(f"tokens {event.start} to {event.end} of KV group {event.group} are stored from {event.blocks}")
 
@@ -251,10 +253,10 @@ def store_of_lost_blocks(history: History, event: ev.BlocksLost) -> Outcome:
 def cache_differs_from_computed(history: History, event: ev.Compared) -> Outcome:
     """For each token, the KV in the external cache equals the KV that vLLM computes, except for rounding.
 
-    Only the audit checks this rule (`KVFIX="check audit=0.001"`, docs/verify.md). It compares K and V of each layer and
-    chunk. The difference is the norm of (cached - computed), divided by the norm of the computed K or V. Rounding
-    explains a difference of up to 8 * eps * sqrt(layer + 1), where eps belongs to the KV's type. A hit of a wrong chunk
-    gives wrong text. Wrong chunks stay in the cache until you clear the cache.
+    Only the audit checks this rule (`KVFIX="check audit=0.001"`, docs/verify.md). The audit compares K and V of each
+    layer and chunk. The difference is the norm of (cached - computed), divided by the norm of the computed K or V.
+    Rounding explains a difference of up to 8 * eps * sqrt(layer + 1). eps is the machine epsilon of the KV's type, at
+    least 2**-10. A hit of a wrong chunk gives wrong text. Wrong chunks stay in the cache until you clear the cache.
     """
     if not event.wrong:
         return None
@@ -267,10 +269,10 @@ def cache_differs_from_computed(history: History, event: ev.Compared) -> Outcome
 
 @rule("KVR015", "lease-ended-twice", ev.LeaseEnded)
 def lease_ended_twice(history: History, event: ev.LeaseEnded) -> Outcome:
-    """A request is reported as sent at most once, and only if its blocks were kept for a peer.
+    """The connector reports a request as sent at most once, and only if vLLM keeps the request's blocks for a peer.
 
-    At the report, vLLM frees the blocks and forgets the request. A second report ends EngineCore, because vLLM asserts
-    that it knows the request (vllm/v1/core/sched/scheduler.py 0.32.0:3234).
+    When vLLM gets the report, vLLM frees the blocks and forgets the request. A second report ends EngineCore, because
+    vLLM asserts that it knows the request (vllm/v1/core/sched/scheduler.py 0.32.0:3234).
     """
     if history.lease_ended is not None:
         return violated("reported as sent a second time", history.lease_ended)

@@ -1,7 +1,7 @@
 """Find out why a running engine makes no progress. The functions are pure.
 
-A `Look` holds the state of all processes of an engine (`kvfix.engine_state`), read one after the other. A verdict needs
-at least two looks, because a report that is still on its way at the first look has arrived by the second look.
+A `Look` holds the state of all processes of an engine (`kvfix.engine_state`), which kvfix reads one after the other. A
+verdict needs two looks or more, because a worker's report may still be on its way to the scheduler at the first look.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,39 +10,37 @@ from typing import Any, NamedTuple
 from kvfix.ledger import liveness
 from kvfix.ledger.liveness import LOAD, LOOKUP, Engine
 
-#: A connector hook that has run for this number of seconds counts as stuck.
+#: A connector hook counts as stuck after this number of seconds.
 HOOK = 3.0
-#: A transfer or lookup is reported as unanswered after LATE seconds if no request makes progress, else after LATER.
+#: If no request makes progress, a transfer or lookup counts as unanswered after LATE seconds, otherwise after LATER.
 LATE, LATER = 5.0, 30.0
-#: Fields of a request that do not change during one wait.
+#: These fields of a request's row do not change during one wait.
 _OF_A_WAIT = ("computed", "total", "preemptions")
 #: The stack frame in which LMCache waits for its server's response (lmcache/v1/multiprocess/futures.py 0.5.6:86).
 _OF_SERVER = "result (multiprocess/futures.py:"
 
 
 class Look(NamedTuple):
-    """The states of all processes at one time. `at` is in seconds of a monotonic clock.
+    """The states of all processes at one time."""
 
-    The state of a process that kvfix could not read is {"pid", "name", "silent": reason, "stack", "hook"}.
-    """
-
-    at: float
+    at: float  # seconds of a monotonic clock
+    #: The state of a process that kvfix could not read is {"pid", "name", "silent": reason, "stack", "hook"}.
     processes: list[dict[str, Any]]
 
 
 class Verdict(NamedTuple):
-    """code, name: identify a finding (KVD) or a rule (KVR). now: what the user should do. waiting: if waiting helps."""
+    """A cause of the standstill."""
 
-    code: str
+    code: str  # of a finding (KVD) or a rule (KVR)
     name: str
     request: str
     message: str
-    now: str
-    waiting: str
+    now: str  # what the user should do
+    waiting: str  # whether it helps to wait
 
 
 def verdicts(looks: Sequence[Look]) -> list[Verdict]:
-    """Return the verdicts, the worst first, with at most one verdict for each request."""
+    """Return the verdicts in order, the worst first. A request has at most one verdict."""
     looks = of_these_hooks(looks)
     if len(looks) < 2:
         return []
@@ -63,10 +61,7 @@ def engines(looks: Sequence[Look]) -> Iterator[tuple[Engine, Engine, float]]:
 
 
 def rows(before: Engine, after: Engine, kind: str) -> Iterator[dict[str, Any]]:
-    """Yield the last look's rows of requests that wait for `kind` at both looks, with the same counts (_OF_A_WAIT).
-
-    If a request was preempted or has more tokens, it may wait for a different load than at the first look.
-    """
+    """Yield the row (at the last look) of each request that waits for `kind` at both looks with unchanged counts."""
     first = {row["id"]: row for row, waits_for in liveness.waits(before) if waits_for == kind}
     for row, waits_for in liveness.waits(after):
         old = first.get(row["id"])
@@ -75,13 +70,13 @@ def rows(before: Engine, after: Engine, kind: str) -> Iterator[dict[str, Any]]:
 
 
 def steps_between(before: Engine, after: Engine) -> int | None:
-    """Return how many engine steps began between the looks, or None if this release of vLLM does not count steps."""
+    """Return how many engine steps began between the looks, or None for a release of vLLM that does not count steps."""
     first, last = before.scheduler["steps"], after.scheduler["steps"]
     return None if first is None or last is None else int(last - first)
 
 
 def is_current(before: Engine, after: Engine, span: float) -> bool:
-    """Return True if two steps have ended since the first look. Reports that were on their way then have arrived."""
+    """Return True if two steps have ended since the first look. All earlier reports of workers have then arrived."""
     steps = steps_between(before, after)
     return span >= 2 * LATE if steps is None else steps > 2
 
@@ -100,7 +95,7 @@ def _progress(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def in_hooks(looks: Sequence[Look]) -> Iterator[tuple[dict[str, Any], Engine | None]]:
-    """Yield (process, engine) for each process that is in the same hook at every look. No scheduler: engine is None."""
+    """Yield (process, engine) for each process in the same hook at every look. `engine` is None for a worker."""
     by_pid = {engine.process["pid"]: engine for engine in liveness.engines(looks[-1].processes)}
     for process in looks[-1].processes:
         pid, hook = process["pid"], process.get("hook")
@@ -110,9 +105,9 @@ def in_hooks(looks: Sequence[Look]) -> Iterator[tuple[dict[str, Any], Engine | N
 
 
 def of_these_hooks(looks: Sequence[Look]) -> Sequence[Look]:
-    """Return the newest looks in which each process that is in a hook at the last look is in the same hook.
+    """Leave out the looks from before a process entered the hook in which it is at the last look.
 
-    Leave out earlier looks, because a process that enters a hook may block all others. If only one remains, return all.
+    A process in a hook may block all other processes. If only one look would remain, return all looks.
     """
     hooks = {each["pid"]: each["hook"] for each in looks[-1].processes if each.get("hook")}
     first = len(looks) - 1
@@ -122,7 +117,7 @@ def of_these_hooks(looks: Sequence[Look]) -> Sequence[Look]:
 
 
 def stands(looks: Sequence[Look], process: dict[str, Any]) -> bool:
-    """Return True if this process, which is in the same hook at every look, made no progress for `HOOK` seconds."""
+    """Return True if this process, which is in the same hook at every look, has made no progress for `HOOK` seconds."""
     span = looks[-1].at - looks[0].at
     steps = {after.process["pid"]: steps_between(before, after) for before, after, _ in engines(looks)}
     count = steps.get(process["pid"])
@@ -163,7 +158,7 @@ def _name(process: dict[str, Any]) -> str:
 
 
 def _lookup_client(engine: Engine) -> dict[str, Any] | None:
-    """Return the row of an in-process LMCache whose lookups block the scheduler until all ranks answer (KVF015)."""
+    """Return the row of the LMCache connector whose lookups block the scheduler until all ranks answer, or None."""
     connector = next((each for each in engine.connectors if "asynchronous" in each), None)
     return None if connector is None or connector["asynchronous"] else connector
 
@@ -178,7 +173,7 @@ def _ended_threads(engine: Engine) -> set[int]:
 
 
 def _lookup_blocks(looks: Sequence[Look]) -> Iterator[Verdict]:
-    """Find schedulers that are stuck in lookups, and ranks whose lookup thread has ended at both looks."""
+    """Find schedulers that are stuck in a lookup, or that have a rank whose lookup thread has ended at both looks."""
     hooks = {process["pid"]: process for process, _ in in_hooks(looks) if stands(looks, process)}
     for before, after, _ in engines(looks):
         connector = _lookup_client(after)
@@ -241,7 +236,7 @@ def _load_not_answered(looks: Sequence[Look]) -> Iterator[Verdict]:
 
 
 def _lookup_not_answered(looks: Sequence[Look]) -> Iterator[Verdict]:
-    """Find lookups in flight at both looks. Give no verdict if a process stays in a hook, which delays all answers."""
+    """Find lookups in flight at both looks. Find nothing if a process stays in a hook, which delays all lookups."""
     if any(in_hooks(looks)):
         return
     any_moved = moved(looks)
@@ -267,7 +262,8 @@ def _lookup_not_answered(looks: Sequence[Look]) -> Iterator[Verdict]:
 def _cannot_move(looks: Sequence[Look]) -> Iterator[Verdict]:
     """Find engines in which no request can move at either look, and no request has moved between the looks.
 
-    Give no verdict inside a step, when queues are incomplete, or while a process is in a hook, which may be the cause.
+    Give no verdict inside a step, because the queues are then incomplete. Give none while a process is in a hook,
+    because the hook may be the cause.
     """
     if moved(looks) or any(in_hooks(looks)):
         return
@@ -304,13 +300,13 @@ def _kept_after_end(looks: Sequence[Look]) -> Iterator[Verdict]:
 
 
 def _without_lmcache(looks: Sequence[Look]) -> Iterator[Verdict]:
-    """Find connectors that run without LMCache, or whose LMCache server does not answer, at every look."""
+    """Find connectors that run without LMCache at every look, or whose LMCache server does not answer at any look."""
     sick = [_sick(look) for look in looks]
     return (verdict for key, verdict in sick[-1].items() if all(key in each for each in sick))
 
 
 def _sick(look: Look) -> dict[tuple[Any, ...], Verdict]:
-    """Return {(pid, rank or "server"): verdict} for the connectors without LMCache or without an answering server."""
+    """Return {(pid, rank or "server"): verdict} for each connector that lacks LMCache or a server that answers."""
     found: dict[tuple[Any, ...], Verdict] = {}
     for process in look.processes:
         for each in process.get("connectors") or ():
