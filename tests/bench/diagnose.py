@@ -49,7 +49,7 @@ took = time.process_time() - start
 log.end()
 print(json.dumps({"cpu": took, "bytes": log.bytes,
                   "codes": [found.rule.code for found in log.findings],
-                  # Not getrusage: what the parent had counts there too.
+                  # Do not use getrusage(): its maximum also counts memory of the parent.
                   "rss": int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024}))
 """
 
@@ -72,7 +72,7 @@ def measure() -> Iterator[Row]:
 
 
 def sparse() -> Iterator[bytes]:
-    """Yield lines of engines, each after 99 lines from OTHERS. These 99 lines are as long as 75 lines of engines."""
+    """Yield lines of engines, each after 99 lines from OTHERS. These 99 lines have as many bytes as 75 engine lines."""
     for life in lives("healthy-0.5.6", (MEGABYTES << 20) // 75):
         for number, line in enumerate(life.splitlines(keepends=True)):
             for other in range(99 * number, 99 * number + 99):

@@ -61,7 +61,7 @@ with runner.quiet():
         scheduler = vllm_objects.scheduler(options, config)
         if CONNECTOR == "v1":
             scheduler.connector._lmcache_engine.lookup_client.lookup = lambda *_, **__: 0
-        for number in range(RUNNING):  # of 256 lengths: in every step as many requests need a block, and end a chunk
+        for number in range(RUNNING):  # 256 lengths: equally many requests need a block, or end a chunk, in each step
             add(scheduler, number, 100 + number if CONNECTOR == "nixl-pull" else 600)
         while step(scheduler) < RUNNING:
             pass

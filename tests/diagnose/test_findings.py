@@ -21,7 +21,7 @@ def test_is_found(code: str) -> None:
         assert advice.advice(diagnosis, found)
         now = advice.remedy(diagnosis, found).now
         typed = now.startswith(("`", "kvfix run"))
-        assert typed or code not in EVERY, f"what to do begins with what can be typed: {now}"
+        assert typed or code not in EVERY, f"a remedy must begin with a command: {now}"
 
 
 @pytest.mark.parametrize("code", EVERY)

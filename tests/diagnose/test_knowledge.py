@@ -100,7 +100,7 @@ def test_a_mistake_names_the_file_and_the_record(line: str, says: str, tmp_path:
     assert maintained.records(file)[0]["name"] == "it-fails"
 
 
-#: The first covered releases. For vLLM releases that are not installed, checks.json has exceptions and assertions.
+#: The first examined releases. The tests read the source of vLLM 0.32.0, and checks.json for other releases of vLLM.
 FIRST = {"lmcache": Version("0.3.9"), "vllm": Version("0.11.2")}
 _JOINT = re.compile(r"""["']\s*\n\s*[rbf]*["']""")  # between two literals of one string
 _SHORTEST = 6  # a shorter needle could be in any source

@@ -10,7 +10,7 @@ from kvfix_tools.diagnose.diagnosis import FINDINGS
 from kvfix_tools.diagnose.findings import lookups
 from tests.bench.diagnose import FIXTURES, lives
 
-CODE = (types.ModuleType, types.FunctionType, types.MethodType, type)  # no part of a log is code
+CODE = (types.ModuleType, types.FunctionType, types.MethodType, type)  # `kept` skips code, because a log adds no code
 
 
 def kept(*roots: object) -> int:

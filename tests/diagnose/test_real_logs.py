@@ -1,4 +1,4 @@
-"""Logs of real engines on the CPU (tests/engine/start.py). In process, only LMCache's GPU connector is a stand-in.
+"""Logs of real engines on the CPU (tests/engine/start.py). A stand-in replaces the GPU connector of in-process LMCache.
 
 planted.tar.xz has logs of engines with a planted fault, and of healthy twins (tests/engine/planted_logs.toml).
 `python -m tests.engine.planted_logs FOLDER --pack` makes this archive.
@@ -35,7 +35,7 @@ def diagnose(*names: str) -> Diagnosis:
         (["deaf-0.5.6"], ["KVD203"]),  # the worker answers no lookups
         # LMCache fails to start in the worker. The lookups of three requests time out.
         (["degraded-0.5.6"], ["KVD393", "KVD207", "KVD203"]),
-        # Multi-process mode: the logs of a working engine, of a server in the wrong mode, and of no server.
+        # LMCache in multi-process mode: a working engine, a server in the wrong mode, and an engine without a server.
         (["mp-0.5.6", "mp-0.5.6.server"], []),
         (["mode-0.5.6", "mode-0.5.6.server"], ["KVD206", "KVD116"]),
         (["mode-0.5.6.server"], ["KVD206"]),

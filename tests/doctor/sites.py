@@ -51,7 +51,7 @@ def torch(place: Path, version: str = "2.13.0", cuda: str | None = None) -> Path
 
 
 def serve(transfer: dict[str, Any], *more: str, **extra: Any) -> list[str]:
-    """Return a command `vllm serve`. Keywords add keys to `transfer`; `extra` becomes kv_connector_extra_config."""
+    """Return a command `vllm serve`. Keywords set keys of `transfer`; `extra=` sets kv_connector_extra_config."""
     given = {**transfer, **({"kv_connector_extra_config": extra.pop("extra")} if "extra" in extra else {}), **extra}
     return ["vllm", "serve", "org/model", "--kv-transfer-config", json.dumps(given), *more]
 

@@ -107,7 +107,7 @@ def test_the_build_for_this_processor(flags: str, builds: list[str], loaded: str
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="vLLM has these builds for x86")
 def test_what_vllm_loads_without_avx512(tmp_path: Path) -> None:
-    """Without AVX-512, vLLM loads the build for AVX2, because the other build ends in SIGILL. Any x86 can run this."""
+    """Without AVX-512, vLLM loads its build for AVX2. The builds that need AVX-512 would end in SIGILL."""
     setup = look(serve(V1), site_packages(), machine(tmp_path, flags=AVX2))
     said = [(line.status, line.what.partition(" with ")[0]) for line in say(setup, "extensions")]
     assert ("ok", "vllm._C_AVX2 loads") in said

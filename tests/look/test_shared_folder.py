@@ -1,4 +1,4 @@
-"""If kvfix runs as root, it writes through no other user's link. It reads only files of the engine process's user."""
+"""kvfix as root follows no link that another user made. It reads only files that the user of the engine owns."""
 
 import os
 from pathlib import Path

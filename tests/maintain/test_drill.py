@@ -1,4 +1,4 @@
-"""If a violation occurs only with the fixes and is worse than all others, `make drill` reports the violation."""
+"""`make drill` reports a violation that only the fixes cause, if it is worse than each violation without fixes."""
 
 import pytest
 
@@ -14,7 +14,7 @@ from maintain import drill
         ({"LAB003"}, {"LAB001", "LAB003"}, ["LAB001"]),
         ({"LAB020"}, {"LAB003"}, ["LAB003"]),
         (set(), {"LAB020"}, ["LAB020"]),
-        ({"LAB001"}, {"LAB007"}, ["LAB007"]),  # an error in the code of a fix
+        ({"LAB001"}, {"LAB007"}, ["LAB007"]),  # `make drill` always reports an error in the code of a fix
         ({"LAB006"}, {"LAB016"}, ["LAB016"]),  # a rule without a known effect
     ],
 )

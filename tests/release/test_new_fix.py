@@ -1,4 +1,4 @@
-"""A new fix is one file, and the fix's scenario is another file. Every list is a query, and so finds both files."""
+"""A new fix needs two files, one for the fix and one for its scenario. All commands and pages find both files."""
 
 import json
 import shutil

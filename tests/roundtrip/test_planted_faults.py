@@ -122,7 +122,7 @@ def test_rows_shifted_by_a_byte() -> None:
 
     found = classes(spoiled("store", crooked))["store, host"]
     assert "shifted by bytes" in found
-    assert found <= {"shifted by bytes", "unknown"}  # a tensor's first word gets the end of its last word
+    assert found <= {"shifted by bytes", "unknown"}  # roll() moves bytes of the last word into the first word
 
 
 @pytest.mark.parametrize(("name", "kind"), WITHOUT.items())

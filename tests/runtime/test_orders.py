@@ -1,4 +1,4 @@
-"""In every order of import, apply and revert, an imported hook lacks the bug only if `apply` was called last."""
+"""In every order of import, apply and revert, the imported hook is fixed if `apply` ran later than `revert`."""
 
 import functools
 import importlib
@@ -59,7 +59,7 @@ def test_order(steps: tuple[str, ...]) -> list[str | None]:
 @pytest.mark.parametrize("kvfix_first", [True, False], ids=["kvfix first", "the other first"])
 @answers([False, True, False, 3, "applied"], release="0.3.10")
 def test_another_tool_wraps_the_same_hook(kvfix_first: bool) -> list[Any]:
-    """Each call runs the other tool's wrapper. kvfix adds its own wrapper inside or outside of it, and removes it."""
+    """Each call runs the other tool's wrapper. kvfix adds and removes its own wrapper, inside or outside of theirs."""
     if kvfix_first:
         kvfix.apply()
     adapter = importlib.import_module(ADAPTER)

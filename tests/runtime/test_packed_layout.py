@@ -101,7 +101,7 @@ def test_lmcache_handles_other_layouts_itself(mla: bool, kvcaches: Any) -> None:
 
 
 @answers(
-    # LMCache also releases the memory object of the store.
+    # The fix releases "wrong", which it does not store. LMCache releases "right" after the store.
     {"stored": ["of right"], "released": ["wrong", "right"], "retrieved": [False, False, False, True, True]},
     fixes=True,
 )

@@ -27,7 +27,7 @@ LETTERS = string.ascii_letters + string.digits
 
 
 def corpus() -> list[tuple[str, str]]:
-    """Return pairs (text, secret). A secret has random letters. Each form of a text is used with several names."""
+    """Return pairs (text, secret). A secret has random letters. Each of DATA["forms"] gets six names of settings."""
     draw = random.Random(0)
 
     def letters(count: int, of: str = LETTERS) -> str:

@@ -31,7 +31,7 @@ def connected() -> tuple[Any, Any, int, Any, Any]:
 )
 @answers(also="fixes answer")
 def test_the_load_has_failed_and_nothing_else(patience: float) -> list[bool]:
-    """Return whether KVF122 sees a connection (first, after an answer, after the loss), a load fails, a query ends."""
+    """Return 5 flags: KVF122 sees a connection first, after an answer, after the loss; the load fails; a query ends."""
     from lmcache.v1.multiprocess.transport.zmq_impl.wire import decode_operation
 
     _, server, _, client, key = connected()
@@ -59,8 +59,8 @@ def test_the_load_has_failed_and_nothing_else(patience: float) -> list[bool]:
 )
 @answers(also="answer")
 def test_a_lost_connection(fixes: Fixes) -> list[list[str]]:
-    """Return which operations get an answer if sent before the server ends, without a server, and after a registration,
-    and which operations the new server gets before the registration."""
+    """Return 4 lists of operations. The first 3 lists: operations that end unanswered, if sent before the server ends,
+    without a server, or after a registration. List 4: operations that the new server gets before a registration."""
     import zmq
     from lmcache.v1.multiprocess.custom_types import RegisterEngineDrivenContextPayload as Payload
     from lmcache.v1.multiprocess.transport.zmq_impl.wire import decode_operation
