@@ -4,20 +4,18 @@ Symptom: EngineCore dies with one of these:
 
 - `AssertionError: Mismatch in tokens to load: 256 vs 256 (tokens in lmcache) - 336 (tokens in vllm) - 0 (full lmcache
   hits subtracts last token to recalculate logits) for request ...`
-- a bare `AssertionError` in vLLM's scheduler, at `assert num_new_tokens > 0` or where it compares token counts
+- a bare `AssertionError` in vLLM's scheduler, at `assert num_new_tokens > 0` or at a comparison of token counts
 
-The log may show a second lookup of the same request: `LMCache hit tokens: 256, need to load: -80`.
+At the second lookup of the request, LMCache may log: `LMCache hit tokens: 256, need to load: -80`.
 
-Cause: The first `get_num_new_matched_tokens` returns `hit - computed`, and the lookup client caches the hit. If there
-are too few free blocks, vLLM calls the hook again. The second call returns the cached hit, and subtracts neither the
-computed tokens nor the last token of a fully cached prompt, which vLLM must recompute.
+Cause: At the first `get_num_new_matched_tokens` of a request, the lookup client caches the hit. If there are too few
+free blocks, vLLM calls the function again. The second call returns the cached hit. It subtracts neither the computed
+tokens nor the last token of a full hit, which vLLM must recompute. `update_state_after_alloc` compares the promise with
+the LoadSpec, and raises.
 
-Example: the hit is 256 tokens, and 336 tokens are computed after chunked prefill or a preemption. vLLM grants 256
-tokens in place of 0. The LoadSpec has the correct numbers, so `update_state_after_alloc` finds 256 too many and raises.
-
-Fix: The correct result is `max(0, hit - computed - (1 if the hit is the whole request else 0))`. If the hook returns
-another number, the fix corrects the number, and rewrites the LoadSpec to match.
-- Releases: only LMCache 0.3.10. Earlier releases look up on every call; 0.3.10.post1 subtracts from the hit.
+Fix: The correct result is `max(0, hit - computed - (1 if the hit is the whole request else 0))`. If LMCache returns
+another number, the fix returns the correct result and makes the LoadSpec match it.
+- Releases: LMCache 0.3.10 only. Earlier releases do a lookup in every call. 0.3.10.post1 subtracts from the cached hit.
 - Upstream: https://github.com/LMCache/LMCache/issues/2158 (also 2090, 2091, 2159), fixed in 0.3.10.post1.
 """
 
@@ -25,7 +23,7 @@ from kvfix.fixes.api import LMCACHE_V1, Any, Fix, fix_after, stubs
 from kvfix.ledger.events import balance
 
 
-# The hook returns None while the lookup is still running, and 0 if there is nothing to load.
+# The hook returns None while the lookup is running, and 0 if there is nothing to load. Both results need no correction.
 @fix_after(when=lambda impl, promised, *_, **__: promised)
 def fix(impl: Any, promised: int, request: Any, num_computed_tokens: int) -> int:
     spec = impl.load_specs.get(request.request_id)
@@ -40,7 +38,7 @@ def fix(impl: Any, promised: int, request: Any, num_computed_tokens: int) -> int
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
-    """Cache a hit of 256 tokens. 336 of 10009 are computed. The hook must return 0. With the bug, it returns 256."""
+    """Call the hook with a cached hit of 256 tokens and 336 computed tokens. The bug returns 256 instead of 0."""
     answer = hook(stubs.scheduler_side(lookup_client=stubs.lookup_client(256)), stubs.request(10009), 336)
     if answer not in (0, 256):
         raise ValueError(f"the probe expects 0 or 256, got {answer!r}")

@@ -5,17 +5,17 @@ Symptom: EngineCore dies in `build_connector_meta` when a preempted request is r
 - `... but max(lmcache_cached_tokens, vllm_cached_tokens) = 1024`, or `... but lmcache_cached_tokens 512`
 - `AssertionError: Request ... is preempted but was not given a load spec`
 
-LMCache 0.3.10 does not raise, but stores chunks for a token list with a gap. No request ever hits these chunks.
+LMCache 0.3.10 does not raise. It stores chunks for a token list with a gap, and no request ever hits these chunks.
 
-Cause: The LoadSpec holds the number of tokens that LMCache has. On a resume the connector asserts that vLLM took
-exactly this number. vLLM took another number in five cases. First, the connector itself promised less
-(`min_retrieve_tokens`). Second, vLLM took nothing (prompt_logprobs, or another connector of a MultiConnector). Third,
-vLLM has more cached tokens than LMCache (up to 0.3.10.post2). Fourth, vLLM recomputes the last token of a full hit (up
-to 0.4.2). Fifth, there is no LoadSpec, because the kv_role or the lookup client does no lookups.
+Cause: The LoadSpec holds the number of the request's tokens that LMCache has. On a resume, the connector asserts that
+vLLM has computed exactly this number of tokens. The two numbers differ in five cases. First, the connector promised
+fewer tokens (`min_retrieve_tokens`). Second, vLLM loads nothing from LMCache (prompt_logprobs, another connector of a
+MultiConnector). Third, vLLM's prefix cache has more tokens than LMCache (up to 0.3.10.post2). Fourth, vLLM recomputes
+the last token of a full hit (up to 0.4.2). Fifth, kv_role or lookup client do no lookups, so there is no LoadSpec.
 
 Fix: The fix uses vLLM's number of computed tokens. If a resumed request loads nothing, the fix writes this number into
-the LoadSpec before the hook, and restores the hit after the hook. If the request loads tokens, the fix leaves its
-LoadSpec unchanged, unless vLLM recomputes the last token of a full hit.
+the LoadSpec before `build_connector_meta`, and restores the hit afterwards. If the request loads tokens, the fix
+changes its LoadSpec only if vLLM recomputes the last token of a full hit.
 - Upstream: None known for current releases; https://github.com/LMCache/LMCache/pull/2243 for 0.3.10.post1 and post2.
 - Remove when: LMCache uses `request.num_computed_tokens` and no longer asserts its value.
 """
@@ -30,7 +30,7 @@ def fix(impl: Any, scheduler_output: Any) -> Steps:
         for name in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
             request, tracker = impl._unfinished_requests[name], impl._request_trackers[name]
             computed = request.num_computed_tokens
-            # Up to 0.3.10.post2 the hook keeps the tracker's tokens. From 0.3.11 on it takes the request's tokens.
+            # Up to LMCache 0.3.10.post2, the hook keeps the tracker's tokens. Later releases replace them.
             tracker.token_ids = list(request.all_token_ids[: computed + scheduler_output.num_scheduled_tokens[name]])
             spec = impl.load_specs.get(name)
             if spec is None:
@@ -49,7 +49,7 @@ def fix(impl: Any, scheduler_output: Any) -> Steps:
 
 
 def _save_from(hit: int, tracker: Any, requests: list[Any]) -> None:
-    """Begin the save at the end of the hit. A kv_producer ignores can_save (0.5.6 vllm_v1_adapter.py:1152)."""
+    """Start every save after the hit, because a kv_producer ignores can_save (0.5.6 vllm_v1_adapter.py:1152)."""
     specs = [(each.save_spec, len(each.token_ids)) for each in requests if each.save_spec is not None]
     for spec, tokens in specs:
         spec.skip_leading_tokens = min(hit, tokens)
@@ -58,7 +58,7 @@ def _save_from(hit: int, tracker: Any, requests: list[Any]) -> None:
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
-    """Resume at 800 tokens, schedule 50. With the bug, this raises, or the tracker does not have 850 tokens."""
+    """Resume a request at 800 tokens, and schedule 50. With the bug, the hook raises, or the tracker lacks tokens."""
     specs = {stubs.NAME: adapter.LoadSpec(800, 1024, can_load=False)}
     impl, tracker = stubs.scheduled(adapter, 900, tracked=900, computed=800, load_specs=specs)
     step = stubs.step(50, computed=800, blocks=list(range(60)), resumed=True)

@@ -3,10 +3,10 @@
 Symptom: When a request is aborted, EngineCore dies with a bare `AssertionError` at `assert self.lmcache_engine is not
 None` in `request_finished` (vllm_v1_adapter.py:1779 in 0.4.5).
 
-Cause: The hook needs the cache engine, because it reports the abort to the storage. Only the workers have a cache
-engine. The scheduler role has none, unless `enable_scheduler_bypass_lookup` is set.
+Cause: `request_finished` reports the abort to the storage through the cache engine. The workers have a cache engine,
+but the scheduler has one only if `enable_scheduler_bypass_lookup` is set.
 
-Fix: Without a cache engine, the hook handles an abort like any other end. Then the fix cancels a lookup in flight.
+Fix: The fix handles an abort like any other end. If loading is asynchronous, the fix also cancels the lookup.
 - Upstream: https://github.com/LMCache/LMCache/issues/3337, https://github.com/LMCache/LMCache/pull/3340 (in 0.5.1).
 """
 

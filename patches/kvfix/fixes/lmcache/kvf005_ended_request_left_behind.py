@@ -4,23 +4,23 @@ Symptom: Nothing is logged at first. `load_specs` and `_requests_priority` grow.
 After 300 seconds LMCache logs `Pin timeout detected for MemoryObj ...`. A later request with the same id gets the hit
 of the ended request. LMCache then logs `Num retrieved tokens: 0, num expected tokens: ...`.
 
-Cause: A lookup pins the chunks that it finds and keeps the hit until the request is admitted. If the client disconnects
-before the request is admitted, the pins and the hit leak. `request_finished` releases neither the pins nor the hit. The
-workers release pins only for requests that are in a step's metadata. With asynchronous loading, fetched chunks leak too
-if the request is aborted while another connector of a MultiConnector loads for it.
+Cause: A lookup pins the chunks that it finds, and LMCache keeps the hit until vLLM admits the request. If the client
+disconnects earlier, the pins and the hit leak, because `request_finished` releases neither. The workers release pins
+only for requests that are in a step's metadata. With asynchronous loading, fetched chunks also leak if a request is
+aborted while another connector of a MultiConnector loads its KV.
 
-LMCache removes the priority and decode instance (`disagg_spec`) when it admits a new request, but not a resumed one.
+LMCache removes the priority and decode instance (`disagg_spec`) of an admitted request, unless the request was resumed.
 
-Fix: When a request ends, the scheduler role drops its LoadSpec, priority, `disagg_spec` and hit. Workers drop its pins.
+Fix: When a request ends, the scheduler drops its LoadSpec, priority, `disagg_spec` and hit. The workers drop its pins.
 - Upstream: https://github.com/LMCache/LMCache/pull/4512 is open (pins only).
-- Remove when: `request_finished` and `get_finished` release all that the fix releases.
+- Remove when: `request_finished` and `get_finished` release everything that the fix releases.
 """
 
 from kvfix.fixes.api import LMCACHE_V1, Any, Fix, fix_after, note, stubs
 
 
 def _kept(impl: Any) -> Any:
-    """Return the three dicts, with request ids as keys, in which LMCache may leave an ended request."""
+    """Return the three dicts in which LMCache may leave an entry of an ended request. The keys are request ids."""
     return impl.load_specs, impl._requests_priority, LMCACHE_V1.imported.tmp_disagg_tracker
 
 
@@ -30,7 +30,7 @@ def fix_scheduler(impl: Any, answer: Any, request: Any, block_ids: Any) -> None:
     note(__name__, f"request {name} has ended before it was admitted")
     for each in _kept(impl):
         each.pop(name, None)
-    # With asynchronous loading the hook itself cancels the lookup. LMCache drops the lookup when its answer comes.
+    # With asynchronous loading the hook itself cancels the lookup. LMCache drops the lookup when its result arrives.
     if impl.lookup_client is not None and not getattr(impl, "async_loading", False):
         impl.lookup_client.clear_lookup_status(name)
 

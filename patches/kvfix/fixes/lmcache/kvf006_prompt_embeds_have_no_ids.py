@@ -2,14 +2,14 @@
 
 Symptom: EngineCore dies with `TypeError: object of type 'NoneType' has no len()` in `RequestTracker.from_new_request`.
 
-Cause: The tracker counts and copies `prompt_token_ids`, which is None for a request with embeddings (0.5.6
+Cause: `RequestTracker` counts and copies `prompt_token_ids`, which is None for a request with embeddings (0.5.6
 vllm_v1_adapter.py:190). The lookup uses `all_token_ids`, which vLLM fills with zeros (vllm/v1/request.py 0.32.0:148).
 So all embedding prompts of the same length would share their KV.
 
-Fix: LMCache has no key for embeddings. So the fix stops LMCache from looking up, loading or storing the request.
-`build_connector_meta` gets a copy of the request that has the id 0 for each token.
+Fix: LMCache's keys cannot represent embeddings. So the fix prevents LMCache from looking up, loading or storing KV of
+the request. `build_connector_meta` gets a copy of the request in which every token has the id 0.
 - Upstream: https://github.com/vllm-project/vllm/issues/42119
-- Remove when: LMCache skips such requests, or includes embeddings in its keys.
+- Remove when: LMCache skips requests with embeddings, or includes embeddings in its keys.
 """
 
 import copy
@@ -35,12 +35,12 @@ def fix_metadata(adapter: Any) -> Wrapper:
     def leave_out(impl: Any, metadata: Any, scheduler_output: Any) -> Any:
         names = {new.req_id for new in scheduler_output.scheduled_new_reqs if new.prompt_token_ids is None}
         for name in names:
-            impl._request_trackers[name].skip_save = True  # this applies to all later steps
+            impl._request_trackers[name].skip_save = True  # LMCache then stores nothing in later steps either
         if names:
             metadata.requests = [each for each in metadata.requests if each.req_id not in names]
         return metadata
 
-    # If `inside` fails, LMCache gets no ids and raises. If `outside` fails, LMCache could store KV of zeros.
+    # If `inside` raises, LMCache gets no ids and raises too. If `outside` raises, `on_fault` drops all saves.
     inside = around(build_connector_meta, when=lambda impl, output, *_, **__: output.scheduled_new_reqs)
     outside = after(leave_out, when=lambda impl, meta, out, *_: out.scheduled_new_reqs, on_fault=_closed.drop_saves)
     return lambda function: outside(inside(function))
@@ -54,7 +54,7 @@ def _with_zeros(new_request: Any) -> Any:
 
 
 def lookup_shows_bug(hook: Any, adapter: Any) -> bool:
-    """Look up a request with embeddings, while the cache has KV for zeros. With the bug, the hook does not return 0."""
+    """Look up a request with embeddings. The cache has a hit for zeros. With the bug, the hook does not return 0."""
     impl = stubs.scheduler_side(lookup_client=stubs.lookup_client(256))
     return bool(hook(impl, stubs.request(300, prompt_token_ids=None, prompt_embeds=[0] * 300), 0) != 0)
 

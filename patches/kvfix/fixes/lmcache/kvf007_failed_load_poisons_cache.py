@@ -1,20 +1,20 @@
 """Later requests return wrong text: after a failed load, LMCache stores the KV that the step computed on top of it.
 
-Symptom: Only `Request ... failed to load ... tokens across ... blocks` is logged. Later, other requests that begin with
-the same prompt return wrong text.
+Symptom: The log has only `Request ... failed to load ... tokens across ... blocks`. Later, other requests that begin
+with the same prompt return wrong text.
 
-Cause: A step runs even if a load fails, and vLLM then drops the output of the step. But `wait_for_save` stores the KV
-that the step has computed, without a check of the failed blocks (0.5.6 vllm_v1_adapter.py:1104-1259). With
-kv_load_failure_policy "recompute" vLLM computes the right KV one step later, but the cache keeps the wrong chunks.
+Cause: If a load fails, vLLM still runs the step, and then drops the request's output. But `wait_for_save` does not
+check for failed blocks, and stores the KV that the step has computed (0.5.6 vllm_v1_adapter.py:1104-1259). With
+kv_load_failure_policy "recompute" vLLM computes the right KV in the next step, but LMCache keeps the wrong chunks.
 
-Fix: The worker does not save a request in the step in which one of its blocks fails. With asynchronous scheduling the
-worker does not save the request in the next step either, because vLLM schedules that step before it knows of the
-failure. With speculative decoding vLLM asks for the failed blocks before the step is saved (gpu_model_runner.py
-0.32.0:4179, 4509). Otherwise vLLM asks after the save. LMCache then forgets the blocks, so the fix records them.
+Fix: The worker does not save a request in a step in which the load of one of its blocks fails. With asynchronous
+scheduling the worker does not save the request in the next step either, because vLLM schedules the next step before it
+knows of the failure. LMCache forgets the failed blocks when vLLM asks for them, so the fix records them. vLLM asks
+after the save, or before the save with speculative decoding (gpu_model_runner.py 0.32.0:4179, 4509).
 
-vLLM rolls the request back to its last good token, and kvfix records which requests are rolled back. When a request
-that was rolled back is scheduled, the fix counts all of its tokens as not saved. (Before 0.4.1, KVF008 does so.) The
-scheduler does not know which saves were skipped. Saving all tokens again is cheap, as LMCache stores no chunk twice.
+vLLM rolls the request back to its last good token, and the fix records the request. When vLLM schedules the request
+again, the fix marks all of its tokens as not saved. (Before LMCache 0.4.1, KVF008 does this.) The scheduler does not
+know which saves the workers have skipped, so all tokens are saved again. LMCache skips chunks that it has.
 - Releases: LMCache 0.3.9 to 0.5.6. 0.3.9 does not know which blocks failed, so the fix has no effect there.
 - Remove when: `wait_for_save` skips the requests whose load failed.
 """
@@ -26,10 +26,9 @@ from kvfix.fixes.api import LMCACHE_V1, SCHEDULER, Any, Fix, fix_after, fix_befo
 
 
 class Failed:
-    """The failed blocks of the last steps, that is, of all steps that vLLM may schedule before it gets a report.
+    """The failed blocks of the latest steps, as many steps as vLLM can schedule before it learns of a failed block.
 
-    Without asynchronous scheduling this is one step, because vLLM has the report before the next step. A step is
-    identified by its metadata object, until it is saved and vLLM has asked for its failed blocks.
+    A step's metadata object identifies the step until the step is saved and vLLM has asked for its failed blocks.
     """
 
     def __init__(self, config: Any) -> None:
@@ -49,7 +48,7 @@ def _some_failed(impl: Any, *_: Any, **__: Any) -> Any:
 
 
 def _saves_end(impl: Any, *_: Any, **__: Any) -> Any:
-    """Store nothing after an error of this fix, because the fix cannot tell which KV was computed on failed loads."""
+    """Store nothing after an error of this fix, because the fix cannot tell which KV depends on a failed load."""
     impl._kvfix_failed = None
     return _closed.worker_saves_nothing(impl)
 
@@ -81,7 +80,7 @@ def _store_nothing_of_failed(impl: Any, *_: Any, **__: Any) -> None:
 fix_worker = fix_before(when=_some_failed, on_fault=_saves_end)(_store_nothing_of_failed)
 
 
-# vLLM also asks for the failed blocks of a step that computes and saves nothing. So `Failed` has that step too.
+# vLLM also asks for the failed blocks of a step that computes and saves nothing. So `Failed` counts this step too.
 @fix_after(
     when=lambda impl, blocks, *_, **__: blocks or getattr(impl, "_kvfix_failed", None),
     on_fault=_closed.set_to("_kvfix_failed", None),
@@ -108,7 +107,7 @@ def fix_rollback(scheduler: Any, answer: Any, *_: Any, **__: Any) -> None:
         rolled_back.update(answer[0])
 
 
-# The hook runs in every step, so a loop over all running requests would cost more than all other fixes together.
+# The loop runs only after a roll-back, because in every step it would cost more than all other fixes together.
 @fix_before(when=lambda impl, *_, **__: getattr(impl, "_kvfix_rolled_back", None), on_fault=_closed.save_nothing_more)
 def fix_scheduler(impl: Any, scheduler_output: Any) -> None:
     cached, trackers = scheduler_output.scheduled_cached_reqs, impl._request_trackers
@@ -125,7 +124,7 @@ def worker_shows_bug(hook: Any, adapter: Any) -> bool:
 
 
 def failed_blocks_are_forgotten(hook: Any, adapter: Any) -> bool:
-    """Return True if the hook reports failed block 3, and forgets it while the next step is in flight."""
+    """Return True if nothing records the failed block 3 for the next step after the hook has reported the block."""
     config = stubs.Stub(scheduler_config=stubs.Stub(async_scheduling=True))
     impl = stubs.Stub(_invalid_block_ids={3}, _vllm_config=config, _parent=None, _recent_load_errors=())
     if hook(impl) != {3}:

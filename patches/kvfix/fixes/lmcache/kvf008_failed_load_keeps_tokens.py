@@ -1,14 +1,14 @@
 """The worker dies after a failed load: LMCache's tracker keeps tokens that vLLM has rolled back.
 
 Symptom: The engine dies with a bare `AssertionError` at `assert len(slot_mapping) == len(token_ids)` in
-`wait_for_save`. Before that the log has `Request ... failed to load 1024 tokens across 64 blocks` and `The number of
-retrieved tokens is less than the expected number of tokens! This should not happen!`.
+`wait_for_save`. Before this error, the log has `Request ... failed to load 1024 tokens across 64 blocks` and `The
+number of retrieved tokens is less than the expected number of tokens! This should not happen!`.
 
-Cause: When a load fails, vLLM rolls the request back to its last good token. The connector appends the tokens of the
-next step to the tracker's old tokens. The tracker then has more tokens than the request has slots.
+Cause: When a load fails, vLLM rolls the request back to its last good token. But LMCache's tracker keeps all tokens of
+the request, and appends the tokens of the next step. The tracker then has more tokens than the request has slots.
 
-Fix: Before the step's metadata are built, the fix looks for trackers with more tokens than vLLM has computed. The fix
-cuts them to vLLM's computed tokens, and marks these tokens as not saved. LMCache does not store a cached chunk twice.
+Fix: Before each step, the fix looks for trackers with more tokens than vLLM has computed. It removes the extra tokens,
+and marks the remaining tokens as not saved, so LMCache saves them again. LMCache does not store a chunk twice.
 - Upstream: https://github.com/LMCache/LMCache/issues/2294, https://github.com/LMCache/LMCache/pull/2516 (in 0.4.1).
 """
 

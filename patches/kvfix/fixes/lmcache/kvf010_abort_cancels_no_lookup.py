@@ -1,11 +1,11 @@
 """With asynchronous loading each abort makes lookups slower: the client leaks the id of every aborted request.
 
-Symptom: With `enable_async_loading`, `aborted_lookups` grows by one id per abort, and each lookup reads all of them.
+Symptom: With `enable_async_loading`, `aborted_lookups` grows by one id per abort, and each lookup checks all ids.
 
-Cause: `request_finished` cancels the lookups of aborted requests, even answered ones (0.5.6 vllm_v1_adapter.py:1903).
-`cancel_lookup` keeps the id for an answer that never comes (lmcache_async_lookup_client.py 0.5.6:264-280).
+Cause: `request_finished` also cancels lookups that the client no longer has (0.5.6 vllm_v1_adapter.py:1903).
+`cancel_lookup` then keeps their ids for ever (lmcache_async_lookup_client.py 0.5.6:264-280).
 
-Fix: The fix does not cancel a lookup that the client does not have.
+Fix: The fix skips `cancel_lookup` if the client does not have the lookup.
 - Remove when: `cancel_lookup` checks whether the lookup exists.
 """
 

@@ -3,13 +3,13 @@
 Symptom: LMCache logs `Request ... is still waiting for async lookup after 3 seconds, returning 0 lmcache cached tokens
 so vllm can recompute`. Then the asynchronous lookup client raises `KeyError: '<request id>'`, and EngineCore dies.
 
-Cause: With `enable_async_loading` a lookup times out after `lookup_timeout_ms`. The client then returns 0 and drops the
-start time of the lookup, but the lookup still counts as in flight. If vLLM has no free blocks, vLLM asks again in the
+Cause: With `enable_async_loading` a lookup times out after `lookup_timeout_ms`. The client then returns 0 and deletes
+the lookup's start time, but the lookup stays in flight. If vLLM has no free blocks, it asks for the hit again in the
 next step, and the client reads the deleted start time (lmcache_async_lookup_client.py 0.5.6:174, :187). Up to 0.3.15
-the client also does not cancel the lookup, so the late answer and the fetched chunks of an ended request leak.
+the client also does not cancel the lookup. If the request ends first, the result and the chunks leak.
 
-Fix: After a timeout the fix returns 0 until the late answer has arrived and LMCache has cleaned up the lookup. Up to
-0.3.15 the fix also cancels the lookup, as 0.4.1 does.
+Fix: After a timeout, the fix returns 0 for the request until the late result has arrived and LMCache has cleaned up the
+lookup. Up to 0.3.15 the fix also cancels the lookup, as 0.4.1 does.
 - Upstream: https://github.com/LMCache/LMCache/issues/3685, https://github.com/LMCache/LMCache/pull/3766 is open.
 - Remove when: `lookup_cache` no longer raises for a lookup that has timed out.
 """
@@ -18,7 +18,7 @@ from kvfix.fixes.api import ASYNC_LOOKUP_CLIENT, Any, Fix, Steps, fix_around, st
 
 
 def given_up(client: Any, lookup_id: str) -> bool:
-    """Return True if the lookup has timed out, that is, it is in flight and LMCache has deleted its start time."""
+    """Return True if the lookup has timed out. It is then still in flight, but LMCache has deleted its start time."""
     return client.reqs_status.get(lookup_id, "unknown") is None and lookup_id not in client.first_lookup_time
 
 
@@ -26,7 +26,7 @@ def _answered(client: Any, lookup_id: str) -> Steps:
     if given_up(client, lookup_id):
         return 0
     yield
-    if given_up(client, lookup_id):  # the lookup has just timed out: cancel it as 0.4.1 does
+    if given_up(client, lookup_id):  # the lookup has just timed out, so cancel it as 0.4.1 does
         client.cancel_lookup(lookup_id)
 
 
@@ -35,12 +35,12 @@ fix = fix_around()(_answered)
 
 @fix_around()
 def fix_0_3_10(client: Any, tokens: Any, lookup_id: str, request_configs: Any = None) -> Steps:
-    """Do the same as `fix` in LMCache 0.3.10, whose `lookup` keeps the state of the lookups itself."""
+    """Do the same as `fix` for LMCache 0.3.10, where `lookup` itself keeps the state of the lookups."""
     return _answered(client, lookup_id)
 
 
 def shows_bug(hook: Any, module: Any, *tokens: Any) -> bool:
-    """Ask for a lookup in flight that has no start time. The client must return 0. The bug raises KeyError."""
+    """Ask for the hit of a lookup in flight without a start time. The client must return 0. The bug raises KeyError."""
     return stubs.raises(KeyError, hook, stubs.async_lookup_client(), *tokens, stubs.NAME)
 
 

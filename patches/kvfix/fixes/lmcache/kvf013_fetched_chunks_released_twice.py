@@ -1,13 +1,13 @@
 """A worker dies or reads wrong KV: LMCache releases a chunk twice after an asynchronous load.
 
-Symptom: The worker dies at `assert memory_obj.tensor is not None`, because the next request that hits the chunk finds a
-memory object without a tensor. Or this request reads wrong KV. LMCache may first log `Double unpin occurred somewhere.`
+Symptom: The next request that hits the chunk finds a memory object without a tensor, and the worker dies at `assert
+memory_obj.tensor is not None`. Or the request reads wrong KV. LMCache may first log `Double unpin occurred somewhere.`
 
 Cause: `retrieve` releases the chunks that it has loaded (0.5.6 cache_engine.py:962-964) and the chunks that it did not
 need (:1733). Then `lookup_unpin` cleans up the lookup, and releases all these chunks again (:1409-1441).
 
-Fix: The clean-up releases only chunks that `retrieve` has not released. It also unpins chunks that were not needed.
-- Releases: LMCache 0.4.1 to 0.5.6, with `enable_async_loading`. Up to 0.5.1, only unneeded chunks are affected.
+Fix: The clean-up releases only chunks that `retrieve` has not released. The fix also unpins the unneeded chunks.
+- Releases: LMCache 0.4.1 to 0.5.6, with `enable_async_loading`. Up to 0.5.1, only unneeded chunks are released twice.
 - Upstream: https://github.com/LMCache/LMCache/issues/5090, https://github.com/LMCache/LMCache/pull/5120 are open.
 - Remove when: `cleanup_memory_objs` no longer releases the chunks that `retrieve` has released.
 """
@@ -22,7 +22,7 @@ from kvfix.fixes.api import CACHE_ENGINE, Any, Fix, Steps, fix_around, replaced
 
 
 def _noted(call: Callable[[], Any], names: set[int], name: int, thread: int) -> Any:
-    """Call `call`. Add `name` to `names` only in the thread `thread`, because other threads use the chunk too."""
+    """Call `call`. If the current thread is `thread`, add `name` to `names`. Other threads use the chunk too."""
     if get_ident() == thread:
         names.add(name)
     return call()

@@ -6,10 +6,9 @@ log repeats `Timeout occurred for rank 0, recreating all sockets. Error: Resourc
 Cause: A lookup that times out returns no hit, and LMCache does not remember the timeout. The next lookup waits for
 the whole timeout again. The waiting lookup blocks the scheduler, so all running requests wait.
 
-Fix: After two timeouts in a row, the fix pauses lookups for as long as the last lookup waited. (One timeout starts no
-pause, because the worker may be back.) After the pause, the fix sends one lookup. If that lookup times out too, the
-next pause is twice as long, up to a minute. During a pause every lookup returns no hit. The first lookup with an answer
-ends the pauses. kvfix logs when the first pause begins and when the last one ends.
+Fix: After two timeouts in a row, the fix pauses lookups for as long as the last lookup waited. During a pause, lookups
+find no hit and do not wait. After the pause, LMCache sends the next lookup. If this lookup times out too, the next
+pause is twice as long, up to a minute. If the worker replies, the pauses end. kvfix logs when pauses begin and end.
 - Releases: LMCache 0.3.9 to 0.5.6.
 - Remove when: LMCache's lookup transport backs off after a timeout.
 """
@@ -21,7 +20,7 @@ SHORTEST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 
 
 class Pause:
-    """A pause of the lookups. until: the earliest time of the next lookup, in seconds of `clock.now()`."""
+    """A pause of the lookups. until: the time at which the pause ends, in seconds of `clock.now()`."""
 
     def __init__(self) -> None:
         self.failures = 0
@@ -69,7 +68,7 @@ def fix_lookup(client: Any, *args: Any, **kwargs: Any) -> Steps:
         return 0
     hit = yield
     waited = clock.now() - begun
-    if hit == 0 and waited > 0.5:  # up to 0.3.15 a timeout (3 s) looks like a miss
+    if hit == 0 and waited > 0.5:  # up to LMCache 0.3.15, a timeout (3 s) also returns 0
         pause.failed(waited)
     else:
         pause.answered()

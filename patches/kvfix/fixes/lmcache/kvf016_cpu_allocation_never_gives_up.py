@@ -3,12 +3,12 @@
 Symptom: LMCache logs this line every 0.1 seconds, for ever: `No eviction candidates found in local cpu backend. Local
 cpu memory is under pressure. Waiting for 0.1 seconds before retrying.` vLLM logs `Running: N reqs` and no throughput.
 
-Cause: `allocate` evicts only chunks of the CPU cache itself. There is nothing to evict if every chunk is pinned, or
-with `local_cpu: false`, where the CPU only stages chunks for disk or remote (0.5.6 local_cpu_backend.py:686-745).
+Cause: `allocate` evicts only chunks of the CPU cache. There is nothing to evict if every chunk is pinned, or if
+`local_cpu` is false and CPU memory only stages chunks for other storage (0.5.6 local_cpu_backend.py:686-745).
 
-Fix: A load waits at most ten seconds for all its chunks. Then the load fails, and vLLM computes the tokens. `allocate`
-does not know for which load it is called, so the fix adds up the waits of each thread. After a minute without a wait,
-the thread may wait ten seconds again. A store does not wait. Without free memory, a load from disk returns no chunk.
+Fix: A load waits for memory for at most ten seconds in total. Then the load fails, and vLLM computes the tokens.
+`allocate` does not know which load calls it, so the fix adds up the waits of each thread. After a minute without a
+wait, the thread may wait ten seconds again. Stores do not wait. A failed load from disk returns no chunk.
 - Upstream: https://github.com/LMCache/LMCache/issues/2942 (open), https://github.com/LMCache/LMCache/issues/3804.
   Without the fix, set `local_cpu: true`, set a larger `max_local_cpu_size`, or send fewer requests at once.
 - Remove when: `allocate` has a timeout.
@@ -21,12 +21,12 @@ from kvfix import clock, engine_log
 from kvfix.fixes.api import LOCAL_CPU_BACKEND, LOCAL_DISK_BACKEND, Any, Fix, fix_calls, positional, stubs
 
 LONGEST_WAIT, BETWEEN = 10.0, 0.1
-#: {function: positions of its arguments `eviction` and `busy_loop`, the same in every release}
+#: {function: positions of its arguments `eviction` and `busy_loop`}. All releases have the same positions.
 PLACES = {"allocate": (4, 5), "batched_allocate": (5, 6)}
 
 
 class _Waits(threading.local):
-    """left: seconds that a thread may still wait, as of the time `at`. They grow back to LONGEST_WAIT in a minute."""
+    """left: seconds that a thread may still wait, as of the time `at`. A minute refills `left` to LONGEST_WAIT."""
 
     left = LONGEST_WAIT
     at = 0.0

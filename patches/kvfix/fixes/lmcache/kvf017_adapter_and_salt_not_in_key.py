@@ -6,14 +6,14 @@ prompt before. From the latency of a request, a tenant can detect that another t
 Cause: LMCache's in-process connector builds its keys from token ids, model and layout. No release of vllm_v1_adapter.py
 mentions LoRA or cache_salt. vLLM's own prefix cache has adapter and salt in its keys.
 
-Fix: If a request has an adapter or a salt, the fix adds a hash of both to its keys, as a tag. LMCache itself supports
-tags. A tag is a parameter in `kv_transfer_params` whose name begins with `lmcache.tag.`. LMCache adds it to the key.
-With `use_layerwise`, LMCache does not pass the tags to the cache engine, so the fix adds them to the call.
+Fix: If a request has a LoRA adapter or a salt, the fix gives the request a tag with a hash of the two. Tags are a
+feature of LMCache, which adds each entry of `kv_transfer_params` whose name begins with `lmcache.tag.` to the request's
+keys. With `use_layerwise`, LMCache does not pass tags to the cache engine, so the fix adds the tags to the call.
 
-Mixed roll-out: Use the fix in all engines that share a cache, or in none of them. For a request with an adapter or a
-salt, an engine with the fix does not find chunks that an engine without the fix has stored. An engine without the fix
-still shares KV between adapters. After you add or remove the fix, the chunks of requests with an adapter or a salt are
-not found until they are stored again. Requests without adapter and salt keep their keys.
+Mixed roll-out: Use the fix in all engines that share a cache, or in none of them. For requests with an adapter or a
+salt, engines with and without the fix do not find each other's chunks. An engine without the fix still shares KV
+between adapters. After you add or remove the fix, the chunks of these requests are not found until they are stored
+again. Requests without adapter and salt keep their keys.
 - Upstream: https://github.com/LMCache/LMCache/issues/2961, https://github.com/vllm-project/vllm/issues/44250 are open.
 - Remove when: LMCache has LoRA and cache_salt in its keys.
 """
@@ -29,7 +29,7 @@ TAG = "lmcache.tag.kvfix"
 
 
 def tagged(sampling_params: Any, lora_request: Any, salt: str | None) -> Any:
-    """Return a copy with the tag in the transfer parameters. Without adapter and salt, return the original."""
+    """Return a copy of the sampling parameters with the tag. Without adapter and salt, return the original."""
     if lora_request is None and not salt:
         return sampling_params
     name = (lora_request.lora_name, lora_request.lora_int_id) if lora_request is not None else None
@@ -135,5 +135,5 @@ FIX = Fix(
     effect="wrong output",
     scenarios=("cache-salt-not-in-key", "lora-not-in-key"),
     opt_in=True,
-    attaches=NEW_REQUESTS,  # a lookup without the tag and a load with the tag have different keys
+    attaches=NEW_REQUESTS,  # a load with the tag does not find the hit of a lookup without the tag
 )

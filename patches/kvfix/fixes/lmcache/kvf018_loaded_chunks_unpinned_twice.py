@@ -5,12 +5,12 @@ somewhere.Setting pin count back to 0 as a hack but please find the bug.` If the
 chunks of a hit before the request loads them, and logs `Num retrieved tokens: 0, num expected tokens: ...`.
 
 Cause: A lookup pins the chunks that it finds in the CPU cache until `lookup_unpin`. In LMCache 0.5.2 to 0.5.5,
-`retrieve` unpins the chunks that it has loaded (cache_engine.py:935). In 0.4.3 to 0.5.6, `retrieve_layer` unpins them
-too (0.5.6:1139). This unpin is right for chunks read from disk. But a chunk of the CPU cache is the object that the
-lookup has pinned, so `lookup_unpin` unpins it again. If another waiting request has pinned it too, that pin is lost.
+`retrieve` unpins the loaded chunks (cache_engine.py:935). In 0.4.3 to 0.5.6, `retrieve_layer` does so too (0.5.6:1139).
+This unpin is right for chunks read from disk. But a chunk of the CPU cache is the same object that the lookup has
+pinned, so `lookup_unpin` unpins the chunk again. If another request has pinned the chunk too, that pin is lost.
 
 Fix: When a load begins, the fix adds one pin to each chunk of the CPU cache that the request's lookup has pinned. If
-the load does not release this pin, the fix does. LMCache passes no request id to `retrieve_layer`, so the fix adds it.
+the load does not release the added pin, the fix releases it. The fix also passes the request id to `retrieve_layer`.
 - Releases: LMCache 0.5.2 to 0.5.5; with `use_layerwise` 0.4.3 to 0.5.6.
 - Upstream: https://github.com/LMCache/LMCache/issues/5090, https://github.com/LMCache/LMCache/issues/2954,
   https://github.com/LMCache/LMCache/pull/5095 are open; `retrieve` is fixed in 0.5.6.
@@ -24,15 +24,15 @@ from collections.abc import Iterator
 from kvfix.fixes import _lmcache
 from kvfix.fixes.api import CACHE_ENGINE, LMCACHE_V1, Any, Fix, Steps, engine_log, fix_after, fix_around
 
-#: Attribute of a chunk that lists the loads that have added a pin to the chunk.
+#: Attribute of a chunk. It lists the loads for which the fix has added a pin to the chunk.
 _LOADS = "_kvfix_loads"
 
 
 class _Load:
     """The pins that the fix adds for one load, and the pins that the load itself releases.
 
-    `with load:` surrounds LMCache's code for this load. Layerwise loads take turns, and other threads can release pins
-    of the chunk at any time. So a release counts for this load only inside `with load:`, and in the same thread.
+    `with load:` surrounds LMCache's code for this load. Layerwise loads alternate, and other threads can release pins
+    of a chunk at any time. So a release counts for this load only if it happens inside `with load:` and in its thread.
     """
 
     def __init__(self, chunks: list[Any]) -> None:
@@ -83,7 +83,7 @@ def _loads_of(chunk: Any) -> list[_Load]:
 
 
 def _pinned(engine: Any, lookup_id: Any) -> _Load | None:
-    """Add a pin to each chunk of the CPU cache that this lookup has pinned. Return None if it pinned none."""
+    """Add a pin to each chunk of the CPU cache that this lookup has pinned. Return None if there is no such chunk."""
     if engine.async_loading or engine.remove_after_retrieve or lookup_id not in engine.lookup_pins:
         return None
     cached = engine.storage_manager.storage_backends["LocalCPUBackend"].hot_cache

@@ -1,13 +1,13 @@
 """A load returns fewer tokens than promised: LMCache counts tokens of vLLM's prefix cache as its own.
 
 Symptom: The log has `Num retrieved tokens: 0, num expected tokens: ...`. With kv_load_failure_policy "fail" the request
-ends with an error. Some chunks are never stored, and no hit of a prompt goes beyond them.
+ends with an error. LMCache never stores some chunks, so hits end before these chunks.
 
 Cause: The lookup skips the chunks that vLLM has computed and adds their tokens to the hit (0.3.11
-lmcache_lookup_client.py:190-243). LMCache may not have these chunks. The client caches the sum for the next lookup of
-the request. By then vLLM may have evicted the computed tokens. LMCache also counts the tokens of the sum as stored.
+lmcache_lookup_client.py:190-243). LMCache may not have these chunks. The client caches this hit for the next lookup of
+the request. By then vLLM may have evicted the computed tokens. LMCache also counts all tokens of this hit as stored.
 
-Fix: The lookup asks for all chunks, as in earlier and later releases.
+Fix: With the fix, the lookup asks for all chunks, as in earlier and later releases.
 - Releases: LMCache 0.3.10.post2 and 0.3.11.
 - Remove when: LMCache 0.3.11 is no longer in use.
 """
@@ -22,7 +22,7 @@ def fix(client: Any, token_ids: Any, lookup_id: str, request_configs: Any = None
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Look up 512 tokens that are all computed. With the bug, they count as found, and no worker is asked."""
+    """Look up 512 tokens that are all computed. With the bug, the client counts them as a hit, and asks no worker."""
     ask = stubs.Calls(0)
     keys = stubs.Stub(process_tokens=lambda *_, **__: [(0, 256, 1), (256, 512, 2)])
     socket = stubs.Stub(send_multipart=ask, recv=lambda: bytes(8))
@@ -39,6 +39,6 @@ FIX = Fix(
     BYPASS_LOOKUP_CLIENT.lookup(broken=">=0.3.10.post2,<0.3.12", probe=shows_bug, fix=fix),
     effect="lost hits",
     evidence={"KVD302": ""},
-    # Without the fix, the lookup does not ask for computed chunks. So the fix also changes runs without errors.
+    # With the fix, each lookup also asks for computed chunks. So the fix also changes runs without errors.
     changes_healthy=("v1",),
 )

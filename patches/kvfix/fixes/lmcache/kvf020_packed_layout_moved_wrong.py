@@ -1,16 +1,17 @@
 """Every hit returns wrong text with vLLM 0.26 and later: LMCache's in-process connector moves half of each token's KV.
 
-Symptom: LMCache logs nothing. A prompt whose KV comes from the cache returns other text than without the cache. With
-`use_gpu_connector_v3` the first full chunk raises `The size of tensor a (1024) must match the size of tensor b (2048)
-at non-singleton dimension 3`. To see the bug, run `kvfix roundtrip --backend lmcache --layout packed --no-fixes`.
+Symptom: LMCache logs nothing. If LMCache has loaded KV for a prompt, the output is wrong. With `use_gpu_connector_v3`
+the first full chunk raises `The size of tensor a (1024) must match the size of tensor b (2048) at non-singleton
+dimension 3`. To see the bug, run `kvfix roundtrip --backend lmcache --layout packed --no-fixes`.
 
 Cause: vLLM 0.26 stores K and V of a head next to each other. A layer's cache has the shape `[blocks, heads, block size,
-2 * head size]`, with any order of strides (0.26.0 flash_attn.py:141). LMCache's transfer operation treats this cache as
-one plane. It takes the row width from the memory object, whose shape `[2, layers, tokens, heads * head size]` has two
-planes (0.5.6 gpu_connectors.py:325). So it uses half of the real distance between slots, and never moves one plane.
+2 * head size]`, with any strides (0.26.0 flash_attn.py:141). LMCache's transfer operation treats this cache as a single
+plane. It takes the width of a slot from the memory object, whose shape `[2, layers, tokens, heads * head size]` has one
+plane for K and one for V (0.5.6 gpu_connectors.py:325). So the operation uses half of the distance between slots, and
+leaves out one plane.
 
-Fix: The fix itself copies the KV of packed layers. K goes into the first plane of the memory object and V into the
-second, as before vLLM 0.26. Chunks that were stored without the fix stay wrong, so clear the disk and remote caches.
+Fix: For packed layers, the fix copies K into the first plane of the memory object and V into the second plane, as
+LMCache does before vLLM 0.26. Chunks stored without the fix stay wrong, so clear the disk and remote caches.
 - Releases: LMCache 0.4.3 to 0.5.6 (`use_gpu_connector_v3`: 0.5.0 to 0.5.6) with vLLM 0.26 and later. LMCache 0.4.3 to
   0.4.6 and the layerwise connector raise an error in place of wrong text. The multi-process mode is not affected.
 - Upstream: https://github.com/LMCache/LMCache/issues/4463; open: https://github.com/LMCache/LMCache/pull/4467 and
@@ -23,7 +24,7 @@ from collections.abc import Iterator
 from kvfix.fixes import api
 from kvfix.fixes.api import Any, Fix, Steps, Wrapper, around, fix_after, fix_around, instead
 
-#: Attribute that marks a memory object as not filled. On a connector, it lists the tokens that were not loaded.
+#: This attribute marks a memory object as not filled. A connector's attribute lists the tokens that were not loaded.
 _EMPTY = "_kvfix_empty"
 
 
@@ -122,7 +123,7 @@ def _store(torch: Any, connector: Any, parts: Any, slots: Any) -> None:
 
 def gather(torch: Any, tensor: Any, caches: Any, slots: Any) -> None:
     """Copy the KV from `slots` [tokens] into `tensor` [2, layers, tokens, heads * head size]."""
-    slots = slots.to(caches[0].device).clamp(min=0)  # a token without a slot has -1, and its KV is not used
+    slots = slots.to(caches[0].device).clamp(min=0)  # a token without a slot has slot -1, and its KV is never used
     for held, cache, block in _layers(torch, tensor, caches):
         held.copy_(cache[slots // block, slots % block])
 
@@ -139,7 +140,7 @@ def scatter(torch: Any, tensor: Any, caches: Any, slots: Any, skip: int) -> None
 
 
 def _layers(torch: Any, tensor: Any, caches: Any) -> Iterator[tuple[Any, Any, int]]:
-    """Yield each layer's tensor [tokens, 2, heads, n], its cache [blocks, block, 2, heads, n], and its block size."""
+    """Yield tensor [tokens, 2, heads, n], cache [blocks, block, 2, heads, n] and block size of each layer."""
     heads, block, width = caches[0].shape[1:]
     word = _word(torch, [*caches, tensor], width * caches[0].element_size() // 2)
     held = tensor.view(2, len(caches), -1, tensor.shape[3] * tensor.shape[0] // 2).view(word)
@@ -152,7 +153,7 @@ def _layers(torch: Any, tensor: Any, caches: Any) -> Iterator[tuple[Any, Any, in
 
 
 def _word(torch: Any, tensors: Any, row: int) -> Any:
-    """Return the widest integer dtype whose size divides `row`, strides and offsets in bytes. Wide words copy fast."""
+    """Return the widest integer dtype whose size divides `row`, all strides and all offsets (in bytes)."""
     places = {row}
     for tensor in tensors:
         size = tensor.element_size()

@@ -2,16 +2,16 @@
 
 Symptom: With `use_layerwise` and HND (the head axis before the token axis) the worker raises `IndexError: index 450 is
 out of bounds for dimension 0 with size 64`, or `RuntimeError: shape mismatch: value tensor of shape [64, 128] cannot be
-broadcast to indexing result of shape [64, 16]`. If a block has as many tokens as there are KV heads, no error is
-raised. Blocks that LMCache stores only in part then get wrong KV.
+broadcast to indexing result of shape [64, 16]`. If a block has as many tokens as there are KV heads, nothing is raised,
+but blocks that LMCache stores only in part get wrong KV.
 
 Cause: LMCache falls back to torch operations, without a warning, if its compiled operations do not load (0.5.4 to 0.5.6
 on torch 2.11). The operation that moves one layer indexes the head axis with the token's offset in its block (0.5.6
-torch_ops/mem_kernels.py:323). The operation that moves all layers rejects HND.
+torch_ops/mem_kernels.py:323). The operation that moves all layers raises for HND.
 
-Fix: The fix passes a view of the KV cache with the two axes swapped, and the layout of the view. The fix does not
-change a KV cache whose blocks have as many tokens as there are KV heads. Whole blocks of this cache are stored and
-loaded in the same order, so their KV is right. In another order, chunks stored without the fix would load wrongly.
+Fix: The fix passes the operation a view of the KV cache with the two axes swapped, and the layout of this view. The fix
+does nothing if a block has as many tokens as there are KV heads. LMCache then stores and loads whole blocks in the same
+order, so their KV is right. With another order, the fix would load older chunks wrongly.
 - Releases: LMCache 0.5.0 to 0.5.6.
 - Remove when: `kvfix roundtrip --backend lmcache-layerwise --layout hnd --no-fixes` passes.
 """
@@ -29,9 +29,9 @@ def fix(held: Any, cache: Any, slots: Any, direction: Any, layout: Any, token_ma
 
 
 def shows_bug(hook: Any, operations: Any) -> bool:
-    """Copy the token in slot 1, with two heads and blocks of one token. With the bug, the wrong rows are copied."""
+    """Copy the token in slot 1 of a cache with two heads and blocks of one token. The bug copies the wrong rows."""
     if getattr(hook, "__module__", operations.__name__) != operations.__name__:
-        return False  # 0.5.6: this package only re-exports the function, and the last target of FIX tests it
+        return False  # in 0.5.6 this package only re-exports the function, and the last target of FIX probes it
     import torch  # the module has imported it
 
     held, cache = torch.zeros(2, 1, 2), torch.arange(8.0).view(2, 2, 2, 1, 1)
@@ -51,7 +51,7 @@ FIX = Fix(
     ),
     effect="wrong output",
     proof="tests/runtime/test_packed_layout.py, on LMCache's own kernels: the lab moves hashes, not tensors",
-    # The operation has no result for "nothing was copied", so LMCache's own operation runs after an error of the fix.
+    # The operation cannot report that it copied nothing. So after an error of the fix, LMCache's own operation runs.
     on_fault="original",
-    attaches=AT_START,  # KV stored before the fix would be loaded in the other order
+    attaches=AT_START,  # KV that was stored before the fix was added would load in the wrong order
 )

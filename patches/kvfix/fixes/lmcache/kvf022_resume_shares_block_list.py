@@ -5,16 +5,16 @@ text. Other requests that begin with the same tokens also return wrong text, unt
 
 Cause: For a resumed request `RequestTracker.update` keeps the list of new blocks that the scheduler passes (0.5.6
 vllm_v1_adapter.py:245). The worker keeps the list too (vLLM 0.32.0 v1/worker/gpu_model_runner.py:1428). A single worker
-runs in the scheduler's process by default (`uni`), so tracker and worker share one list object. In each step both
-append the new blocks to it (:1422), so from the second step on the list has each new block twice.
+runs in the scheduler's process by default (`uni`), so tracker and worker share one list object. In each later step
+tracker and worker both append the new blocks to this list (:1422), so the list has each new block twice.
 
-The slots calculated from the list then hold other tokens, and LMCache stores the KV of these tokens under valid keys.
-If a request skips a step, the worker fills the request's row of the block table from the list, and uses wrong blocks.
+LMCache calculates slots from this list. The slots then belong to other tokens, and LMCache stores the KV of these
+tokens under valid keys. If a step leaves the request out, the worker later copies wrong blocks from the list.
 
-Fix: After `build_connector_meta`, before the worker runs, the fix copies the list of blocks for each request that this
-step resumes. (A wrapper of `update` would cost a sixth of the time of a step with 256 requests.)
+Fix: After `build_connector_meta`, before the worker runs, the fix gives the tracker of each resumed request a copy of
+the list. (A wrapper of `update` would cost a sixth of the time of a step with 256 requests.)
 - Releases: LMCache 0.3.10 to 0.5.6 with vLLM's model runner V1. vLLM 0.32 uses V2 for most models on a GPU. V2 copies
-  the list, and gets a resumed request as a new one. The multi-process connectors copy the list too.
+  the list, and handles a resumed request as a new one. The multi-process connectors copy the list too.
 - Remove when: LMCache copies the list.
 """
 

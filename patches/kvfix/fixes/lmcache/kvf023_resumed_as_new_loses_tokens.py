@@ -4,13 +4,13 @@ Symptom: Nothing is logged. With vLLM's model runner V2, after preemptions (`Pre
 preempted requests return wrong text. Other requests that begin with the same tokens also return wrong text.
 
 Cause: vLLM passes a resumed request to runner V2 as a new one, with all of its tokens in `prefill_token_ids`
-(scheduler.py 0.32.0:1418). The lookup covers all these tokens, and vLLM counts the hit as computed. But the tracker
-begins with `prompt_token_ids` (0.5.6 vllm_v1_adapter.py:191). So LMCache does not load the part of a hit that is after
-the prompt. LMCache also stores wrong KV for later tokens, because it reads the blocks of other tokens.
+(scheduler.py 0.32.0:1418). The lookup covers all these tokens, and vLLM counts the hit as computed. But LMCache's
+tracker gets only `prompt_token_ids` (0.5.6 vllm_v1_adapter.py:191). So LMCache does not load the part of a hit after
+the prompt. LMCache also stores wrong KV for later tokens, because it reads this KV from the blocks of other tokens.
 
-Fix: The tracker begins with all tokens of the request, as with runner V1.
-- Releases: LMCache 0.3.9 to 0.5.6 with vLLM's model runner V2, which vLLM 0.32 uses for most models on a GPU. A hit
-  goes beyond the prompt if `save_decode_cache` or a later turn stored generated tokens. 0.3.9 looks up prompts only.
+Fix: The fix gives the tracker all tokens of the request, as LMCache does with runner V1.
+- Releases: LMCache 0.3.9 to 0.5.6 with model runner V2, which vLLM 0.32 uses for most models on a GPU. A hit is
+  longer than the prompt if `save_decode_cache` or a later turn stored generated tokens. 0.3.9 looks up only prompts.
 - Remove when: `RequestTracker.from_new_request` takes `prefill_token_ids`.
 """
 
@@ -25,7 +25,7 @@ def _found_nowhere(config: Any, tracker: Any, new_request: Any, num_tokens_to_co
 
 @fix_after(on_fault=_found_nowhere)
 def fix(config: Any, tracker: Any, new_request: Any, num_tokens_to_compute: int, *_: Any) -> None:
-    tokens = getattr(new_request, "prefill_token_ids", None)  # only runner V2 has them
+    tokens = getattr(new_request, "prefill_token_ids", None)  # exists only with runner V2
     if tokens is not None and len(tracker.token_ids) < num_tokens_to_compute:
         note(__name__, f"request {new_request.req_id}: {num_tokens_to_compute} tokens are passed to the tracker")
         tracker.token_ids = tokens[:num_tokens_to_compute].copy()
@@ -44,6 +44,6 @@ FIX = Fix(
     REQUEST_TRACKER.from_new_request(broken=">=0.3.9", probe=shows_bug, fix=fix),
     effect="wrong output",
     evidence={"KVR004": ""},
-    # With runner V2, LMCache then also stores generated tokens that a resumed request computes again, as with V1.
+    # With runner V2 and the fix, LMCache also stores generated tokens that a resumed request computes again.
     changes_healthy=("v1",),
 )

@@ -2,12 +2,12 @@
 
 Symptom: Nothing is logged. Requests whose prompts contain earlier answers, as in a conversation, get wrong text.
 
-Cause: The tracker of a running request appends the tokens from `num_computed_tokens` on (0.4.1 vllm_v1_adapter.py,
-`build_connector_meta`). With asynchronous scheduling, vLLM's default on a GPU, the token at that position is in flight
-and not yet known. So nothing is appended, and the next step starts one position later. If a step leaves the request
-out, the token is known in the next step. The tracker then appends it at a wrong position.
+Cause: In each step, LMCache's tracker of a running request appends the tokens from `num_computed_tokens` on (0.4.1
+vllm_v1_adapter.py, `build_connector_meta`). With asynchronous scheduling, vLLM's default on a GPU, the token at that
+position is not known yet. So the tracker appends nothing, and the next step starts one position later. If a step leaves
+the request out, the token is known in the next step, and the tracker appends the token at a wrong position.
 
-Fix: Before the step's metadata are built, the fix appends the known tokens that the tracker lacks.
+Fix: Before `build_connector_meta`, the fix appends the known tokens that the tracker lacks.
 - Upstream: None known; fixed in 0.4.3, which continues from the end of the tracker.
 """
 
@@ -27,7 +27,7 @@ def fix(impl: Any, scheduler_output: Any) -> None:
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
-    """513 tokens are computed and known, and the tracker has 512. With the bug, the last token is not added."""
+    """Run a step with 513 computed tokens and 512 tokens in the tracker. With the bug, the last token is not added."""
     impl, tracker = stubs.scheduled(adapter, 513, tracked=512, computed=513)
     impl.config.save_decode_cache = True
     hook(impl, stubs.step(1, computed=513))

@@ -1,14 +1,14 @@
 """The engine or the server hangs: to free a chunk, the garbage collector waits for a lock that its own thread holds.
 
-Symptom: The engine or the server hangs, at any time. `py-spy dump` shows a thread in `__del__
-(lmcache/v1/memory_management.py)`, which has called `free` or `wrapper (lmcache/utils.py)` and waits for a lock. An
-outer function in the same stack holds this lock.
+Symptom: The hang can begin at any time. In `py-spy dump`, `__del__ (lmcache/v1/memory_management.py)` has called `free`
+or `wrapper (lmcache/utils.py)`, which waits for a lock. An outer function in the same stack holds this lock.
 
 Cause: `TensorMemoryObj.__del__` frees a chunk that was never released. `__del__` takes non-reentrant locks of
-`AddressManager` and of all statistics (0.5.6 utils.py:714-731). An exception can leave a chunk in a reference cycle.
-The garbage collector can run at any allocation, even while `allocate` or `PrometheusLogger.GetOrCreate` holds a lock.
+`AddressManager` and of all statistics (0.5.6 utils.py:714-731). If an exception leaves a chunk in a reference cycle,
+the garbage collector calls `__del__` at any time, even while `allocate` or `PrometheusLogger.GetOrCreate` holds one of
+the locks.
 
-Fix: `__del__` only lists the chunk. The next `ref_count_down` of any chunk frees the listed chunks, and holds no lock.
+Fix: With the fix, `__del__` only lists the chunk. The next `ref_count_down` of any chunk frees the listed chunks.
 - Upstream: https://github.com/LMCache/LMCache/pull/4675 is open, for the lock of the statistics;
   https://github.com/LMCache/LMCache/issues/3533, about the lock of the allocator, was closed as stale.
 - Remove when: `__del__` takes no lock, or the locks are reentrant.
@@ -20,7 +20,7 @@ from kvfix.fixes.api import TENSOR_MEMORY_OBJ, Any, Fix, Steps, fix_around, fix_
 
 #: Chunks that the garbage collector has found. `append` and `popleft` are atomic.
 COLLECTED: deque[Any] = deque()
-#: Attribute of a chunk that may be freed now.
+#: A chunk with this attribute may be freed now.
 FREE = "_kvfix_free"
 
 

@@ -4,13 +4,13 @@ Symptom: With `use_layerwise`, if none of the promised chunks is left, EngineCor
 access local variable 'mem_obj_consumer' where it is not associated with a value`. If only some chunks are left, the
 request returns wrong text, and LMCache only logs `Retrieved ... tokens`, with fewer tokens than promised.
 
-Cause: `retrieve_layer` loads only the chunks before the first missing chunk. LMCache can evict a chunk after the lookup
-if its pins time out or other requests release them (KVF018). If no chunk is left, `retrieve_layer` reads a variable
-that it has not set (0.5.6 cache_engine.py:1133). If some chunks are left, the adapter only logs the number of tokens
-(vllm_v1_adapter.py:990-992). Without `use_layerwise` the adapter reports the missing blocks as failed (:886-893).
+Cause: `retrieve_layer` loads only chunks before the first missing chunk. LMCache can evict a chunk after the lookup if
+the chunk's pins time out or other requests release them (KVF018). If no chunk is left, `retrieve_layer` reads a
+variable that it has not set (0.5.6 cache_engine.py:1133). If some chunks are left, the adapter only logs the number of
+tokens (vllm_v1_adapter.py:990-992). Without `use_layerwise` the adapter reports missing blocks as failed (:886-893).
 
-Fix: The first value that `retrieve_layer` yields is the number of tokens that will be loaded. The fix reports the
-blocks of the missing tokens as failed, before the step saves anything. vLLM then computes these tokens again, or ends
+Fix: The first value that `retrieve_layer` yields is the number of tokens that it will load. The fix reports the blocks
+of the other promised tokens as failed, before the step saves anything. vLLM then computes these tokens again, or ends
 the request with an error (`kv_load_failure_policy`). If there is nothing to load, the fix stops `retrieve_layer` and
 yields empty results instead. KVF007 prevents the step from storing the KV that it computes for this request.
 - Releases: LMCache 0.3.9.post1 to 0.5.6. 0.3.9 cannot report failed blocks, so its crash would become wrong text.
@@ -42,7 +42,7 @@ def fix(impl: Any, *_: Any, **__: Any) -> Steps:
 
 
 def _layers(impl: Any, layers: Any, request: Any, mask: Any) -> Iterator[Any]:
-    """Yield what `retrieve_layer` yields: number of tokens, then None for each layer, then mask of loaded tokens."""
+    """Yield as `retrieve_layer` does: the number of tokens, None for each layer, and the mask of loaded tokens."""
     first = next(layers, None)
     loaded = engine_log.guarded(_WHERE, _report, impl, request, mask, first)
     if loaded is None:
@@ -60,7 +60,7 @@ def _layers(impl: Any, layers: Any, request: Any, mask: Any) -> Iterator[Any]:
 def _report(impl: Any, request: Any, mask: Any, first: Any) -> int:
     """Record the blocks that will not be loaded, and return how many tokens will be loaded.
 
-    first: first value of `retrieve_layer`. It is the number of tokens, None for 0, or a mask if LMCache is unhealthy.
+    first: first value of `retrieve_layer`, a number of tokens, None for 0 tokens, or a mask if LMCache is unhealthy.
     """
     loaded = 0 if first is None or first.dim() else int(first)
     start = len(mask) - int(mask.sum())
@@ -75,7 +75,7 @@ def _report(impl: Any, request: Any, mask: Any, first: Any) -> int:
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
-    """Load only 16 of 32 tokens, in blocks 3 and 4. With the bug, block 4 is not recorded as failed."""
+    """Load only the first 16 of 32 tokens into blocks 3 and 4. With the bug, block 4 is not recorded as failed."""
     import torch  # the adapter has imported it
 
     load = stubs.Stub(vllm_cached_tokens=0, lmcache_cached_tokens=32, can_load=True)

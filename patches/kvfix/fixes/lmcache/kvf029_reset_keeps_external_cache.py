@@ -4,20 +4,19 @@ Symptom: Nothing is logged. After an update of the weights, `POST /reset_prefix_
 200, or `LLM.reset_prefix_cache(reset_connector=True)` returns True. Requests then hit KV of the old weights. With debug
 logging, vLLM logs `Connector cache reset requested, but ... does not implement reset_cache().`
 
-Cause: LMCache's in-process connector has no `reset_cache` in any release. LMCache's multi-process connector has it
+Cause: LMCache's in-process connector has no `reset_cache` in any release. LMCache's multi-process connector has one
 since 0.5.6, but vLLM's copy of this connector does not. vLLM's base class returns None (kv_connector/v1/base.py
-0.32.0:785-790), and `reset_connector_cache` counts every result except False as success (scheduler.py 0.32.0:2898).
+0.32.0:785-790). `reset_connector_cache` treats None as success (scheduler.py 0.32.0:2898).
 
-Fix: The reset returns False if an LMCache connector, also one inside a MultiConnector, has no `reset_cache`. The fix
-cannot empty LMCache's cache in other processes, on disk or in a shared store. To empty the cache, do one of these:
+Fix: With the fix, the reset returns False if an LMCache connector has no `reset_cache`, even inside a MultiConnector.
+The fix cannot reach LMCache's cache in other processes, on disk or in a shared store. To empty it, do one of these:
 
-- in process: `DELETE /cache/clear` at the internal API server of each worker (`internal_api_server_enabled`)
-- multi-process: `POST /cache/clear` at the server
-- empty LMCache's disk and shared store, and restart the processes
+- With LMCache in process, call `DELETE /cache/clear` of each worker's API server (`internal_api_server_enabled`).
+- With LMCache multi-process, call `POST /cache/clear` of the LMCache server.
+- Delete LMCache's files on disk and in the shared store, and restart the processes.
 
 Then call `reset_prefix_cache()` without the connector, which empties vLLM's own cache.
-- Releases: vLLM 0.15.1 to 0.33.0, with LMCache in process, multi-process (LMCache up to 0.5.5), or vLLM's copy of the
-  multi-process connector.
+- Releases: vLLM 0.15.1 to 0.33.0, with LMCache in process, or multi-process (LMCache up to 0.5.5, or vLLM's copy).
 - Remove when: LMCache's connectors have a `reset_cache` that empties the cache.
 """
 
@@ -28,8 +27,8 @@ from kvfix.fixes.api import SCHEDULER, Any, Fix, engine_log, fix_after, stubs
 @fix_after(when=lambda scheduler, answer: answer and keeps_its_cache(scheduler), on_fault=_closed.refuse)
 def fix(scheduler: Any, answer: bool) -> bool:
     engine_log.warning(
-        "KVF029: reset_prefix_cache answers False: LMCache's connector cannot empty its cache, which keeps KV of "
-        "the old weights. Empty it as `kvfix explain KVF029` says."
+        "KVF029: reset_prefix_cache returns False, because LMCache's connector cannot empty its cache. The cache may "
+        "contain KV of old weights. To empty the cache, follow `kvfix explain KVF029`."
     )
     return False
 

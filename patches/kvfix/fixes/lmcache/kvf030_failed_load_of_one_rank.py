@@ -5,21 +5,21 @@ Nothing else is logged. Later, other requests that begin with the same prompt re
 
 Cause: Each rank loads its own part of a request's KV from its own cache. If the load fails in one rank, the other ranks
 do not know of the failure during the step (0.5.6 vllm_v1_adapter.py:886-893). But the KV that these ranks compute
-depends on the KV of all ranks, and they store it at the end of the step (:1104-1259).
+depends on the KV of all ranks, and these ranks store their KV at the end of the step (:1104-1259).
 
-After the step vLLM unites the failed blocks of all ranks and computes the tokens again. The caches of the other ranks
-keep the wrong chunks. KVF007 fixes the rank whose load failed.
+After the step vLLM computes the tokens again, but the caches of the other ranks keep the wrong chunks. KVF007 fixes
+only the rank whose load failed.
 
-Fix: With several workers, a step that loads KV saves nothing, and the later steps in flight save nothing either. The
-fix saves when vLLM has the load reports of all ranks, and has rolled back or ended the requests whose load failed. If a
-request ends or is preempted before its save, the fix drops the save, because other requests may use the blocks.
+Fix: With several workers, the fix delays the saves of a step that loads KV, and of the next steps in flight. It makes
+the delayed saves when vLLM has the load reports of all ranks, and has rolled back or ended the failed requests. If a
+request ends or is preempted before that, the fix drops its save, because other requests may use the blocks.
 
 The worker of a kv_producer stores every request that has metadata (:1152). So the fix marks the metadata of a request
-that must wait, and the worker skips the request. If a request names a decoder (`disagg_spec`), the store is the
+whose save is delayed, and the worker skips this request. If a request names a decoder (`disagg_spec`), the store is the
 transfer to the decoder. This store cannot wait, because the request ends with the step. So the decoder may still get
 wrong KV. With `kv_load_failure_policy=fail` (default), prefill ends the request. Do not set `recompute` for prefill.
 - Releases: LMCache 0.3.9 to 0.5.6. 0.3.9 does not know which blocks failed, so the fix has no effect there.
-- Remove when: Before they save a step, the ranks agree which loads have failed.
+- Remove when: The ranks agree which loads have failed before they save a step.
 """
 
 import copy
@@ -45,7 +45,7 @@ class Unsaved:
         self.saves: dict[str, tuple[int, Any]] = {}
 
     def take(self, scheduler_output: Any) -> dict[str, Any]:
-        """Remove and return the saves that are due. Only requests of this step are sure to have their blocks."""
+        """Remove and return the due saves of this step's requests. Other requests may have lost their blocks."""
         again = {new.req_id for new in scheduler_output.scheduled_new_reqs}
         resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
         for name in again.union(resumed, scheduler_output.finished_req_ids):
@@ -55,9 +55,9 @@ class Unsaved:
         return {name: self.saves.pop(name)[1] for name in due}
 
     def put_off(self, meta: Any) -> None:
-        """Let a later step make this save instead of the current step."""
+        """Delay this save to a later step."""
         setattr(meta, _STORE_NOTHING, True)
-        if not meta.save_spec.can_save:  # only a kv_producer would store it. Its next save has these tokens
+        if not meta.save_spec.can_save:  # only a kv_producer stores it, and its next save includes these tokens
             return
         later = copy.copy(meta)
         delattr(later, _STORE_NOTHING)

@@ -1,14 +1,14 @@
 """EngineCore dies when a request with `ret_first_tok` is aborted before its first token: LMCache reads an empty list.
 
-Symptom: EngineCore of the prefill instance dies in `request_finished` with `IndexError: list index out of range` if:
+Symptom: Prefill's EngineCore dies in `request_finished` with `IndexError: list index out of range`, in two cases:
 
 - A proxy asks for the first token (`"kv_transfer_params": {"ret_first_tok": true}`) and disconnects during the prefill.
 - The load of a request with `ret_first_tok` fails, with `kv_load_failure_policy=fail`.
 
 Cause: `request_finished` returns `request._output_token_ids[0]` (0.5.6 vllm_v1_adapter.py:1926), which may not exist.
 
-Fix: If the request has no token, the fix hides from the hook that the request wants its first token.
-- Remove when: `request_finished` checks whether there is a token.
+Fix: If the request has generated no token, the fix hides `ret_first_tok` from `request_finished`.
+- Remove when: `request_finished` checks whether the request has generated a token.
 """
 
 from kvfix.fixes.api import LMCACHE_V1, Any, Fix, Steps, View, fix_around, stubs

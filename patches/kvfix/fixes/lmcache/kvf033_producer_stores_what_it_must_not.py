@@ -1,6 +1,6 @@
 """A kv_producer stores the prompt of a request although the request asks for `lmcache.skip_save`.
 
-Symptom: Only `Storing KV cache for ...` is logged for that request. Later requests hit the chunks of this request.
+Symptom: The only log line of the request is `Storing KV cache for ...`. Later requests hit its chunks.
 
 Cause: A request whose KV must not be stored still has metadata if LMCache looked it up. A kv_producer stores every
 request that has metadata, even if the request names no decoder (0.5.6 vllm_v1_adapter.py:1152).

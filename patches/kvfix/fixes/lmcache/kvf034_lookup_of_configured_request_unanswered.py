@@ -1,13 +1,13 @@
 """A request waits for the whole lookup timeout: the worker cannot decode a setting that is not a string.
 
 Symptom: The worker logs `Error processing request from scheduler: Expected `str`, got `bool``. Then the scheduler logs
-`Request ... is still waiting for async lookup after ... seconds`. The id of the request stays in the lookup client.
+`Request ... is still waiting for async lookup after ... seconds`. The lookup client never drops the request's id.
 
-Cause: A request may bring settings for LMCache in its `kv_transfer_params`, such as `"lmcache.skip_save": true`. With
+Cause: A request may have settings for LMCache in its `kv_transfer_params`, such as `"lmcache.skip_save": true`. With
 `enable_async_loading` the scheduler sends the settings with the lookup. But LMCache declares the settings in this
 message as strings (0.5.6 async_lookup_message.py:22), so the worker cannot decode the message.
 
-Fix: The scheduler sends only the settings that are part of a key (`lmcache.tag.*`), as strings.
+Fix: If a setting is not a string, the fix sends only the settings that are part of a key (`lmcache.tag.*`), as strings.
 - Remove when: `LookupRequestMsg` takes settings of any type.
 """
 

@@ -1,10 +1,10 @@
 """EngineCore dies when `disagg_spec` of a request names a decoder without the decoder's complete address.
 
-Symptom: EngineCore dies with `KeyError: 'receiver_host'`, or another key, in `update_state_after_alloc`. If the whole
-`disagg_spec` is a string, the error is `TypeError: string indices must be integers`.
+Symptom: EngineCore dies with `KeyError: 'receiver_host'`, or another key, in `update_state_after_alloc`. If
+`disagg_spec` is a string instead of a dictionary, the error is `TypeError: string indices must be integers`.
 
-Cause: `disagg_spec` comes from the client, in the `kv_transfer_params` of its request. When vLLM has blocks for the
-request, LMCache reads five keys without a check (0.5.6 vllm_v1_adapter.py:1560-1574).
+Cause: `disagg_spec` comes from the client, in the `kv_transfer_params` of its request. When vLLM allocates the
+request's blocks, LMCache reads five keys of `disagg_spec` without a check (0.5.6 vllm_v1_adapter.py:1560-1574).
 
 Fix: If a key is missing, the request runs without a decoder, and kvfix logs one warning.
 - Remove when: `update_state_after_alloc` checks whether `disagg_spec` is complete.
@@ -29,7 +29,7 @@ def fix(impl: Any, request: Any, num_external_tokens: int) -> Steps:
     engine_log.warning("KVF035: a `disagg_spec` lacks a part of the address; the request runs without a decoder")
     others = {name: value for name, value in request.kv_transfer_params.items() if name != _SPEC}
     yield View(request, kv_transfer_params=others), num_external_tokens
-    if request.request_id in impl._unfinished_requests:  # the hook has put the View there
+    if request.request_id in impl._unfinished_requests:  # replace the View that the hook has stored
         impl._unfinished_requests[request.request_id] = request
 
 

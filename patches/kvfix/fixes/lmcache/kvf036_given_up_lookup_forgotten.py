@@ -6,13 +6,13 @@ tokens so vllm can recompute`, and the request is preempted later. With several 
 
 Cause: vLLM computes a request whose lookup timed out. When the request gets its blocks, `update_state_after_alloc`
 deletes the lookup from the client (lmcache_async_lookup_client.py 0.5.6:251), although the lookup is still in flight.
-If vLLM preempts the request, LMCache looks it up again under the same id. LMCache cannot tell the two answers apart.
+If vLLM preempts the request, LMCache looks it up again under the same id, and cannot tell the two replies apart.
 
-With several workers, LMCache can count two answers of one worker as the answers of different workers. The load then
-begins before the other workers have fetched their chunks. Then the client cleans up the answer to the first lookup and
-sends a third lookup. The chunks that the third lookup fetches are never released.
+With several workers, LMCache can count two replies of one worker as replies of different workers. The load then begins
+before the other workers have fetched their chunks. Later the client cleans up the first lookup and sends a third
+lookup. The chunks that the third lookup fetches are never released.
 
-Fix: The client keeps a cancelled lookup until its answer is cleaned up. Until then no new lookup is sent (KVF011).
+Fix: The client keeps a cancelled lookup until its clean-up. Before that, it sends no new lookup (KVF011).
 - Releases: LMCache 0.3.10 to 0.5.6, with `enable_async_loading`.
 - Remove when: `clear_lookup_status` does not delete a lookup in `aborted_lookups`, or each lookup has an id of its own.
 """
@@ -20,7 +20,7 @@ Fix: The client keeps a cancelled lookup until its answer is cleaned up. Until t
 from kvfix.fixes.api import ASYNC_LOOKUP_CLIENT, Any, Fix, fix_around, instead, stubs
 
 
-# The clean-up removes the lookup from `aborted_lookups` before it clears the lookup.
+# LMCache's clean-up can still clear a lookup, because it first removes the lookup from `aborted_lookups`.
 @fix_around(when=lambda client, lookup_id: lookup_id in client.aborted_lookups)
 def fix(client: Any, lookup_id: str) -> Any:
     return instead(None)

@@ -4,19 +4,19 @@ Symptom: With `local_disk`, LMCache logs `Retrieved 256 out of 256 required toke
 and wrong text. If the file is gone, LMCache logs `File not found on disk: ...`, and EngineCore dies with `KeyError`.
 
 Cause: `read_file` does not compare the number of bytes that it read with the size of the chunk (0.5.6
-local_disk_backend.py:812, 816). The rest of the chunk's memory keeps its old content. A full disk, a crash of the host,
-or another process in the same folder can cut a file short. If the file is missing, `read_file` deletes the entry of the
-chunk (0.5.6:820), and `load_bytes_from_disk` then reads that entry (0.5.6:773).
+local_disk_backend.py:812, 816). After a short read, the rest of the chunk's memory keeps its old content. A full disk,
+a crash of the host, or another process in the same folder can cut a file short. If the file is missing, `read_file`
+deletes the entry of the chunk (0.5.6:820), and `load_bytes_from_disk` then reads the deleted entry (0.5.6:773).
 
 Fix: Before a read, the fix writes random bytes to the end of the chunk's memory. If these bytes are still there after
 the read, or the file is smaller than the memory, the read was too short. The chunk then counts as not found. The fix
 frees the chunk's memory, and deletes the chunk's entry and file. vLLM computes the tokens again, or ends the request
-with an error (`kv_load_failure_policy`). If the fix itself fails during a read, the chunk counts as not found. With
-`use_layerwise` the fix only logs a warning, because LMCache cannot report a failed load there.
+with an error (`kv_load_failure_policy`). If the fix itself raises during a read, the chunk counts as not found. With
+`use_layerwise` the fix only logs a warning, because LMCache cannot report that a layerwise load failed.
 
 Up to 0.4.3, if a chunk is not found, LMCache also drops the previous chunk, but reports the previous chunk as loaded
 (0.4.3 cache_engine.py:1682). The fix reports only the chunks that LMCache loads.
-- Releases: LMCache 0.3.9.post1 to 0.5.6. 0.3.9 has the bug too, but no fix, because it cannot report a failed load.
+- Releases: LMCache 0.3.9.post1 to 0.5.6. 0.3.9 also has the bug, but cannot report a failed load, so it gets no fix.
 - Remove when: `read_file` raises an error when it reads fewer bytes than the chunk has.
 """
 
@@ -103,7 +103,7 @@ def fix_prefetch(load: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _give_up_all(backend: Any, chunks: list[tuple[Any, ...]]) -> None:
-    """Release these chunks. Only the first chunk was read short. Each chunk has a pin for this load."""
+    """Release these chunks and the pin that each of them has for this load. Only the first chunk had a short read."""
     for at, (_, key, memory) in enumerate(chunks):
         if memory.is_pinned:
             memory.unpin()

@@ -1,7 +1,7 @@
 """After a failed disk write the chunk stays in CPU memory for ever, and LMCache never stores that chunk again.
 
-Symptom: If the disk of `local_disk` is full, LMCache logs `Stored 256 out of total 256 tokens`, but has no hit. Then
-the CPU cache is full: `No eviction candidates found in local cpu backend. Local cpu memory is under pressure.`
+Symptom: If the disk of `local_disk` is full, LMCache logs `Stored 256 out of total 256 tokens`, but has no later hit.
+In the end it logs `No eviction candidates found in local cpu backend. Local cpu memory is under pressure.`
 
 Cause: After `write_file`, `async_save_bytes_to_disk` releases the memory, marks the task as done and adds the entry
 (0.5.6 local_disk_backend.py:699-716). If the write raises, LMCache does none of these three things. The memory stays in
@@ -25,7 +25,7 @@ def fix(save: Any, *args: Any, **kwargs: Any) -> Any:
         return save(*args, **kwargs)
     except OSError as error:
         engine_log.guarded(f"{__name__}.undo", lambda cause: _undo(cause, *positional(save)(args, kwargs)[0]), error)
-        raise  # as without the fix: the exception goes into a future that nothing reads
+        raise  # as without the fix, the exception goes into a future that no code reads
 
 
 def _undo(error: OSError, backend: Any, key: Any, memory: Any, *_: Any) -> None:

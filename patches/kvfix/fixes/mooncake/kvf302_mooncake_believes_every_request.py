@@ -4,17 +4,17 @@ Symptom: EngineCore dies with `assert not self.is_kv_producer` or `assert not se
 MooncakeConnector (before vLLM 0.20 `assert self.kv_role != ...`). Or the log has `Got invalid KVTransferParams: ...
 This request will not utilize KVTransfer`, and the request stays in WAITING_FOR_REMOTE_KVS and keeps its blocks.
 
-Cause: Any client that can reach the engine can set the parameters. A producer asserts that no request asks for a load.
-A consumer asserts that no request asks for a send (mooncake_connector.py 0.32.0:1022, :1048, :1076).
+Cause: Any client that can reach the engine can set `kv_transfer_params`. A producer asserts that no request asks for a
+load. A consumer asserts that no request asks for a send (mooncake_connector.py 0.32.0:1022, :1048, :1076).
 
-get_num_new_matched_tokens promises the whole prompt (:1023). MooncakeConnector checks only after the allocation of the
-blocks whether the request names its peer. If the request does not, MooncakeConnector only logs a warning (:1049). If a
-value is not a string, EngineCore dies, or the worker's own loop raises and the load never starts.
+get_num_new_matched_tokens promises the whole prompt (:1023). Only after the allocation of blocks, MooncakeConnector
+checks whether the request names its peer. If the request names none, MooncakeConnector only logs a warning (:1049). If
+a value in the parameters is not a string, EngineCore dies, or the worker's event loop raises and the load never starts.
 
-Fix: If a request asks for a transfer that this engine cannot do, or names no peer, the fix promises 0 tokens. The hooks
-skip the request, and the engine computes its prompt. If the bootstrap address is a number, the fix passes it on as a
-string. The worker then cannot connect, and reports a failed load.
-- Remove when: vLLM checks the parameters before it promises.
+Fix: If a request asks for a transfer that this engine cannot do, or names no peer, the fix promises 0 tokens. The other
+hooks skip the request, and the engine computes its prompt. If the bootstrap address is a number, the fix passes it on
+as a string. The worker then cannot connect, and reports a failed load.
+- Remove when: vLLM checks the parameters before it promises tokens.
 """
 
 from collections.abc import Callable, Iterator

@@ -3,11 +3,11 @@
 Symptom: If the router lets prefill generate more than one token, requests return wrong text without a message.
 
 Cause: The prefill engine sends as many blocks as the decode engine asks for. Prefill takes these blocks from the end of
-its list (mooncake_connector.py 0.32.0:1811). Each block of generated tokens in this list shifts all KV by one block.
+its list (mooncake_connector.py 0.32.0:1811). Each block of generated tokens in the list shifts all KV by one block.
 
-Fix: The worker gets only the prompt's blocks. With context parallelism or without full attention, nothing changes.
+Fix: The worker gets only the blocks of the prompt, except with context parallelism or without full attention.
 - Releases: vLLM 0.20.2 to 0.33.0. 0.32.0 and 0.33.0 were tested. For the other releases, only the code was read.
-- Remove when: vLLM counts the blocks from their start.
+- Remove when: vLLM takes the blocks from the start of the list.
 """
 
 from kvfix.fixes import _mooncake

@@ -1,11 +1,11 @@
 """A decode request waits for minutes or for ever: MooncakeConnector lets two decode requests read one prefill.
 
-Symptom: A router sends a decode request again with the same transfer_id, or a client asks for several answers (`n`).
-The second request takes eight minutes, or waits for ever in WAITING_FOR_REMOTE_KVS. Prefill logs `Request ... expired
-before sending on P side`, or nothing.
+Symptom: A router sends a decode request again with the same transfer_id, or a client asks for several outputs (`n`).
+The second request takes eight minutes, or stays in WAITING_FOR_REMOTE_KVS. Prefill logs `Request ... expired before
+sending on P side`, or nothing.
 
 Cause: Prefill frees the blocks when one request has read them (mooncake_connector.py 0.32.0:1687), even during a write
-to a second request. This write then reads KV of other requests. A second request that is aborted before it is scheduled
+to a second request. This write then reads KV of other requests. A request that is aborted before it is scheduled also
 counts as a reader. If the second request comes after the blocks are free, prefill waits 480 s for another prefill with
 this transfer_id (:1566). If the second request comes earlier, but prefill frees the blocks before it serves this
 request, prefill leaves the request out of its answer (:1621). Decode then waits for ever.
@@ -13,8 +13,7 @@ request, prefill leaves the request out of its answer (:1621). Decode then waits
 Fix: Only one request of an engine reads the blocks of a prefill. A later request with the same remote_engine_id and
 transfer_id computes its prompt itself. The later request sends prefill no notice, even when it is aborted. The fix does
 not know what another decode engine has read. So a router that retries a request must send it to prefill again.
-- Releases: vLLM 0.32.0. Earlier releases were not tested. By its
-  source (not run), in 0.33.0 the second request waits for a timeout.
+- Releases: vLLM 0.32.0. Earlier releases were not tested. In 0.33.0 (source read only), the second request times out.
 - Remove when: Prefill refuses the second read.
 """
 

@@ -3,15 +3,15 @@
 Symptom: The decode engine keeps the blocks of the request for VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT (480 s). Both engines
 then log `Timeout waiting for P side ready`. The prefill engine may keep transfers of ended requests for ever.
 
-Cause: At an abort the prefill's worker drops the transfer, and does not tell the decode engine that waits for it
-(mooncake_connector.py 0.32.0:2584). If the prefill was aborted before it was scheduled, the worker has no transfer. The
-`pop` then raises KeyError in a coroutine that no code awaits. The worker then fails to drop the remaining transfers
-of this step. The worker is not told about a prefill that was preempted at its end (:1117).
+Cause: When a prefill is aborted, its worker drops the transfer, and does not tell the decode engine that waits for the
+transfer (mooncake_connector.py 0.32.0:2584). If the prefill was aborted before it was scheduled, the worker has no
+transfer. Its `pop` then raises KeyError in a coroutine that no code awaits. The worker then fails to drop the remaining
+transfers of this step. vLLM does not tell the worker about a prefill that was preempted at its end (:1117).
 
 Fix: If a decode request waits for the dropped transfer, or asks for it within the timeout, the prefill worker reports
 the transfer as failed. kv_load_failure_policy then decides.
 - Releases: vLLM 0.20.2 to 0.33.0. 0.32.0 and 0.33.0 were tested. For the other releases, only the code was read.
-- Remove when: A prefill that is aborted answers the decode requests that wait for it.
+- Remove when: The worker reports an aborted prefill to the decode requests that wait for it.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_:
 
 
 def _drop(worker: Any, transfer: str) -> None:
-    """Drop the transfer, in the loop of the sender. A ready transfer without blocks is answered as failed."""
+    """Drop the transfer, in the loop of the sender. The sender reports a ready transfer without blocks as failed."""
     module = api.MOONCAKE_WORKER.imported
     dropped = worker.reqs_need_send.get(transfer)
     if dropped is None:

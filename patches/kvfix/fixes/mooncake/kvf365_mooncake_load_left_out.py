@@ -3,11 +3,11 @@
 Symptom: A decode request stays in WAITING_FOR_REMOTE_KVS for ever. The prefill engine logs `Request ... expired before
 sending on P side.` The decode engine logs nothing.
 
-Cause: If a transfer no longer exists when its turn comes, the prefill engine names the request neither as done nor as
-failed (mooncake_connector.py 0.32.0:1621). The decode engine handles only the requests that are named
+Cause: If a transfer no longer exists when its turn comes, the prefill engine's answer names the request neither as done
+nor as failed (mooncake_connector.py 0.32.0:1621). The decode engine handles only the requests that are named
 (process_pulling_result, :2402), and ends the connection after the last answer.
 
-Fix: After the last answer, a request that no answer has named counts as failed. kv_load_failure_policy then decides.
+Fix: After the last answer, the fix reports the requests that no answer has named as failed (kv_load_failure_policy).
 - Upstream: None known; fixed in 0.33.0, which counts a request that the last answer leaves out as failed.
 """
 

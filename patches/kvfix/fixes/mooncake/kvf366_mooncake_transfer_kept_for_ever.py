@@ -7,7 +7,7 @@ Cause: If a decode request's transfer has no entry in reqs_need_send, the reques
 0.32.0:1563). When the wait for the prefill times out, nothing removes the entry (:1593).
 
 Fix: The fix removes an entry that has no prefill and no waiting request. If a prefill comes later for an entry that
-still exists, the fix writes the prefill's request id into the entry.
+still exists, the fix writes the prefill's request id into the entry, so that the entry stays.
 - Releases: vLLM 0.20.2 to 0.33.0. 0.32.0 and 0.33.0 were tested. For the other releases, only the code was read.
 - Remove when: vLLM removes the entry at the timeout.
 """
@@ -16,7 +16,7 @@ from kvfix import clock
 from kvfix.fixes import _mooncake
 from kvfix.fixes.api import MOONCAKE_WORKER, Any, Fix, fix_before, note
 
-#: Seconds between two checks. Only a second check removes an entry, because its request may not wait yet at the first.
+#: Seconds between two checks. Only the second check removes an entry, because its request may begin to wait late.
 _PAUSE = 0.25
 
 
@@ -42,7 +42,6 @@ def _name(worker: Any, names: list[tuple[str, str]]) -> None:
 
 
 def _look(worker: Any) -> None:
-    """Look for entries to remove, in the loop of the sender."""
     left = {
         name
         for name, sent in worker.reqs_need_send.items()

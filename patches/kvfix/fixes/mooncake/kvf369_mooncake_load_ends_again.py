@@ -1,15 +1,15 @@
 """EngineCore dies or returns wrong text: MooncakeConnector reports loads as failed after they have ended, or too early.
 
-Symptom: The prefill engine has ended. Minutes later EngineCore of the decode engine dies with `assert req_id in
+Symptom: Minutes after the prefill engine has ended, EngineCore of the decode engine dies with `assert req_id in
 self.requests` in `_update_from_kv_xfer_finished`. With KVF201, running requests fail or start again instead. The log
 has `pulling kv_caches for [...] failed: transfer failed: Resource temporarily unavailable`, and names ended requests.
 If several prefill ranks write to one decode rank, requests return wrong text after a load that failed at one rank.
 
 Cause: Decode sends each prefill rank one message for all loads of a step. When the connection of this message fails,
-decode reports all these loads as failed (mooncake_connector.py 0.32.0:2370), even loads that the rank has written. The
-first rank that fails ends the load (:2402), and vLLM frees the blocks while other ranks still write into them.
+decode reports all these loads as failed (mooncake_connector.py 0.32.0:2370), even loads whose KV the rank has written.
+The first rank that fails ends the load (:2402), and vLLM frees the blocks while other ranks still write into them.
 
-Fix: Each rank reports each load once. A load that failed at a rank is reported as failed after the last rank's report.
+Fix: The fix counts one report of each rank for each load, and reports a failed load after the last of these reports.
 - Releases: vLLM 0.32.0, the first release that reports failed loads.
 """
 
@@ -18,7 +18,7 @@ from collections.abc import Collection
 from kvfix.fixes import _mooncake
 from kvfix.fixes.api import MOONCAKE_WORKER, Any, Fix, Steps, View, fix_around, stubs
 
-#: Attribute with the reason of a failure, of a load that has failed at one rank. Other ranks have not reported yet.
+#: Attribute of a load that has failed at one rank, while other ranks have not reported yet. It holds the reason.
 _REASON = "_kvfix_reason"
 
 

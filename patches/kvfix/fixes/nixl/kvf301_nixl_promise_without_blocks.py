@@ -4,17 +4,17 @@ Symptom: EngineCore of the decode engine dies with `assert num_external_tokens =
 the log has `Got invalid KVTransferParams: ... This request will not utilize KVTransfer`, and the request stays in
 WAITING_FOR_REMOTE_KVS and keeps its blocks.
 
-Cause: The parameters come with the request, from the router or from any client that can reach the engine. If the
-parameters ask for a remote prefill, get_num_new_matched_tokens promises the whole prompt (pull_scheduler.py 0.32.0:60).
-update_state_after_alloc checks the parameters only after the allocation. The function checks for remote blocks (:186,
-assertion) and for their engine (:179, warning). Blocks or engine may be missing if prefill kept no blocks (KVF314), the
-router has another release, or the request is malformed.
+Cause: The router or any client can set `kv_transfer_params`. If the parameters ask for a remote prefill,
+get_num_new_matched_tokens promises the whole prompt (pull_scheduler.py 0.32.0:60). After the allocation of blocks,
+update_state_after_alloc checks whether the parameters name remote blocks (:186, assertion) and their engine (:179,
+warning). Blocks or engine are missing if prefill kept no blocks (KVF314), the router's release does not fit, or the
+request is malformed.
 
-If the blocks are not in lists, or the name of engine, request or host is not a string, the worker raises later. If the
-blocks are in one flat list, and the worker can fail a load (KVF311), the fix still promises the tokens.
+The worker raises during the load if the blocks are not in lists, or if the name of engine, request or host is not a
+string. The fix accepts one flat list of blocks if the worker can report a load as failed (KVF311).
 
 Fix: The fix promises 0 tokens for incomplete or malformed parameters. The request computes its prompt itself.
-- Remove when: vLLM checks the parameters before it promises.
+- Remove when: vLLM checks the parameters before it promises tokens.
 """
 
 import inspect
@@ -30,7 +30,7 @@ def _fix(owner: Owner) -> Fixing:
     def fix(module: Any) -> Any:
         scheduler = getattr(module, owner.name)
         keys = _asked_for(scheduler.update_state_after_alloc)
-        # The prefill of this release names a list of blocks for each KV group. Up to 0.15 it names one list.
+        # In this release, prefill names a list of blocks for each KV group. Up to vLLM 0.15 it names one list.
         groups = str(getattr(scheduler.request_finished, "__annotations__", {}).get("block_ids")) != "list[int]"
 
         def is_complete(connector: Any, request: Any) -> bool:
@@ -46,14 +46,14 @@ def _fix(owner: Owner) -> Fixing:
 
 
 def _names_blocks(params: Any, part: tuple[type, ...]) -> bool:
-    """Return True if the parameters name blocks, in a list of lists, and the engine that has them."""
+    """Return True if the blocks are in lists, and the names of engine, request and host are strings."""
     blocks, names = params.get("remote_block_ids"), (params.get(key, "") for key in _KEYS[:3])
     lists = isinstance(blocks, (list, tuple)) and all(isinstance(each, part) for each in blocks)
     return lists and any(each not in ([], ()) for each in blocks) and all(isinstance(name, str) for name in names)
 
 
 def _fails_loads(module: Any) -> bool:
-    """Return True if the worker can fail one load. With KVF311, a malformed list of blocks does not end the worker."""
+    """Return True if the worker can report a failed load. With KVF311, malformed blocks then do not end the worker."""
     worker = sys.modules.get(module.__name__.replace("pull_scheduler", "pull_worker"))
     return hasattr(getattr(worker, "NixlPullConnectorWorker", None), "_handle_failed_transfer")
 

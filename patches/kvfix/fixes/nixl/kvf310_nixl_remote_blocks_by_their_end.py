@@ -1,16 +1,16 @@
 """Wrong text with NixlConnector: blocks are paired from their end, and KV is shifted if prefill has more blocks.
 
 Symptom: Requests return wrong text without a message. The bug occurs if the prefill engine has generated more than one
-token, or has computed a different prompt than decode. If the prefill engine has fewer blocks than the decode engine
-needs, the decode engine's worker dies with `AssertionError` in `_apply_prefix_caching`.
+token, or has computed a different prompt than the decode engine. If the prefill engine has fewer blocks than the decode
+engine needs, the decode engine's worker dies with `AssertionError` in `_apply_prefix_caching`.
 
 Cause: After a prefix hit, `_apply_prefix_caching` takes the blocks for the rest of the prompt from the end of the
 prefill engine's list (base_worker.py 0.32.0:3461). The pairs are right only if both lists end at the same token. If the
-router does not set `max_tokens` to 1 and the generated tokens need a new block, the prefill engine has one block more.
+router does not set `max_tokens` to 1 and the generated tokens need a new block, prefill's list is one block too long.
 
-Fix: Before a read, the fix pairs the blocks from the beginning, after the prefix hit, and does not read blocks beyond
-the prompt. If there are too few blocks, the load fails, and `kv_load_failure_policy` decides. The fix does not change
-KV groups without full attention, engines with different block sizes, or context parallelism.
+Fix: Before a read, the fix removes blocks after the prompt from the prefill engine's list, so that both lists end at
+the same token. If this list is too short, the load fails, and `kv_load_failure_policy` decides. The fix does nothing
+for KV groups without full attention, for different block sizes, or with context parallelism.
 - Remove when: vLLM pairs the blocks by their position in the prompt.
 """
 
@@ -23,7 +23,7 @@ def pair_from_start(worker: Any, req_id: str, meta: Any) -> Steps:
     engine, remote, own = meta.remote.engine_id, list(meta.remote.block_ids), meta.local_block_ids
     is_malformed = len(remote) != len(own) or not all(isinstance(group, (list, tuple)) for group in remote)  # KVF311
     if is_malformed or engine not in worker._remote_agents or not meta.local_num_computed_blocks:
-        return (yield)  # metadata without hits occur in vLLM's tests. vLLM pairs blocks by their end
+        return (yield)  # only vLLM's tests pass metadata without the number of computed blocks
     for number, (spec, blocks) in enumerate(zip(worker._group_spec_types, own, strict=True)):
         wanted = meta.local_num_computed_blocks[number] + len(blocks)
         if blocks and _nixl.has_full_attention(spec) and len(remote[number]) != wanted:
@@ -38,7 +38,7 @@ def pair_from_start(worker: Any, req_id: str, meta: Any) -> Steps:
 
 
 def _same_blocks(worker: Any, engine: str) -> bool:
-    """Return True if blocks have the same size in both engines, and one worker has a whole block."""
+    """Return True if blocks have the same size in both engines, and no block is split over workers."""
     remote = worker.transfer_topo.get_engine_info(engine)
     ours = worker.block_size, worker._physical_blocks_per_logical_kv_block, worker.dcp_size
     theirs = remote.remote_block_size, remote.remote_physical_blocks_per_logical, remote.remote_dcp_size

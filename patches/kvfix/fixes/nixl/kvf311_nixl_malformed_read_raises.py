@@ -1,15 +1,15 @@
 """The decode worker dies: NixlConnector raises while it prepares a read from malformed parameters of a request.
 
-Symptom: The worker of the decode engine dies with `AssertionError`, `TypeError` or `ValueError` in `start_load_kv`, in
-`_read_blocks_for_req` or below. Or the request waits for its load for ever, if the handshake with its peer fails.
+Symptom: The worker of the decode engine dies with `AssertionError`, `TypeError` or `ValueError` in `start_load_kv`,
+inside `_read_blocks_for_req`. Or the request waits for its load for ever if the handshake with the peer fails.
 
-Cause: The parameters come with the request. NixlConnector uses their remote blocks without a check (pull_worker.py
-0.32.0:174). Blocks that are not numbers raise in `_compute_desc_ids`. vLLM catches only exceptions of NIXL (:560).
-NixlConnector logs a failed handshake before it reports the failure (base_worker.py 0.32.0:1354). The log line counts
-the blocks of each group. If the blocks are one flat list, the log line raises, and the failure is never reported.
+Cause: NixlConnector uses the remote blocks in the request's parameters without a check (pull_worker.py 0.32.0:174). If
+block ids are not numbers, `_compute_desc_ids` raises. vLLM catches only exceptions of NIXL (:560). NixlConnector logs a
+failed handshake before it reports the failure (base_worker.py 0.32.0:1354). The code of this log line counts the blocks
+of each group. If the blocks are one flat list, this code raises, and NixlConnector never reports the failure.
 
 Fix: If `_read_blocks_for_req` raises, the fix logs the exception and reports the load as failed. vLLM then applies
-`kv_load_failure_policy`. If the log line of a failure raises, the failure is still reported.
+`kv_load_failure_policy`. If the code of the log line raises, the fix catches the error, and the failure is reported.
 - Remove when: vLLM reports a load with malformed parameters as failed.
 """
 

@@ -1,14 +1,13 @@
 """Decode gets no blocks and the prefill worker leaks an id if a prefill ends while it is preempted (NixlConnector).
 
-Symptom: With asynchronous scheduling the prefill worker's memory grows by one id for each request that is preempted at
-its end. Decode gets `remote_block_ids` without blocks. Without KVF301, decode's worker dies with `AssertionError`.
+Symptom: With asynchronous scheduling the prefill worker's memory grows by one id for each request that ends while it is
+preempted. Decode gets `remote_block_ids` without blocks. Without KVF301, decode's worker dies with `AssertionError`.
 
 Cause: With asynchronous scheduling, vLLM can preempt a request while the step that computes its last token is in
-flight. The request then ends without blocks. request_finished keeps nothing for the peer, and does not tell the worker.
-The worker has the request in `_reqs_to_process` since it was scheduled (pull_scheduler.py 0.32.0:250-271).
+flight. The request then ends without blocks. request_finished keeps no blocks for decode, and does not tell the worker
+about the end. So the request stays in the worker's `_reqs_to_process` (pull_scheduler.py 0.32.0:250-271).
 
-Fix: The fix acts after request_finished in the prefill engine. If no blocks are kept for the request, the fix tells the
-worker not to process the request. vLLM does this for an aborted request.
+Fix: If request_finished keeps no blocks, the fix lets the worker drop the request, as vLLM does after an abort.
 - Remove when: vLLM tells the worker of every request that keeps no blocks.
 """
 

@@ -1,13 +1,13 @@
 """No decode engine can connect to a prefill engine any more: one malformed handshake ends the thread that answers.
 
-Symptom: Decode engines log `NIXL transfer failure: handshake_setup_failed` with `Resource temporarily unavailable`.
-Every load fails. The prefill engine has logged `KeyError` in thread `nixl_handshake_listener` once, and looks healthy.
+Symptom: Decode engines log `NIXL transfer failure: handshake_setup_failed` with `Resource temporarily unavailable`. All
+loads from prefill fail. Prefill looks healthy, but has logged one `KeyError` in thread `nixl_handshake_listener`.
 
-Cause: A handshake message names a rank, which comes from `tp_size` and `pp_size` of a request's parameters. The thread
-looks up the rank in a dictionary (base_scheduler.py 0.32.0:368). If the dictionary does not have the rank, the thread
-ends with a KeyError. The thread also ends at any message that it cannot decode (:354).
+Cause: A handshake message names a rank, which comes from `tp_size` and `pp_size` of a request's parameters. The
+listener thread looks up the rank in a dictionary (base_scheduler.py 0.32.0:368). If the dictionary does not have the
+rank, the thread ends with a KeyError. The thread also ends at any message that it cannot decode (:354).
 
-Fix: The thread opens its socket again and continues. The engine that sent the message gets no answer.
+Fix: The thread opens its socket again and continues. The engine that sent the message gets no reply.
 - Releases: vLLM 0.32.0 and 0.33.0. In 0.26.0 the code was read, not tested.
 - Remove when: vLLM catches exceptions of a single message.
 """
@@ -33,6 +33,6 @@ def _nixl_handshake_listener(function: Any, *args: Any, **kwargs: Any) -> Any:
 FIX = Fix(
     NIXL_BASE_SCHEDULER._nixl_handshake_listener(broken=">=0.26", fix=_nixl_handshake_listener),
     effect="hang",
-    attaches=AT_START,  # the thread already runs
+    attaches=AT_START,  # a running thread already runs the function without the fix
     no_patch=PRIVATE,
 )

@@ -1,15 +1,15 @@
 """The decode worker's memory grows: NixlPushConnector keeps each request that is aborted before it is scheduled.
 
-Symptom: The worker keeps the parameters of each request. `kvfix look` shows the id of the request in
+Symptom: The worker keeps the parameters of each aborted request. `kvfix look` shows the id of the request in
 `_recving_metadata` for ever. If the parameters lack a key, EngineCore dies (KVF313).
 
 Cause: If a request ends before it was scheduled, request_finished adds the request, without blocks, to the requests
-that wait for KV. The worker should then notify the prefill engine (push_scheduler.py 0.32.0:231-241). In push mode,
-start_load_kv only records the request as waiting (push_worker.py 0.32.0:206), and nothing ever arrives for it. The
-worker of pull mode does not record the request (pull_worker.py 0.32.0:73).
+that wait for KV. From this entry, the worker should notify the prefill engine (push_scheduler.py 0.32.0:231-241). In
+push mode, start_load_kv only records the request as waiting (push_worker.py 0.32.0:206), and nothing ever arrives for
+it. The worker of pull mode does not record the request (pull_worker.py 0.32.0:73).
 
-A request also stays if another connector of a MultiConnector, or vLLM's own prefix cache, has all its tokens.
-NixlPushConnector reads the parameters of this request only when it ends (:160).
+The worker also keeps a request if another connector of a MultiConnector, or vLLM's own prefix cache, has all its
+tokens. NixlPushConnector reads the parameters of this request only when the request ends (:160).
 
 Fix: After start_load_kv, the fix removes a request without blocks from `_recving_metadata`. The prefill engine keeps
 the blocks of the request until their lease ends, as it does without the fix.

@@ -4,18 +4,18 @@ Symptom: The prefill engine logs `Releasing expired KV blocks for request ...`, 
 unrecognized request ... were retrieved by a decode worker. They may have expired.` The decode engine logs nothing.
 
 Cause: The prefill engine keeps the blocks for `kv_lease_duration` (30 s by default), and longer if the decode engine
-renews the lease with heartbeats (base_worker.py 0.32.0:3014). If the router or an engine hangs for longer, the blocks
-are freed. The decode engine does not know when the lease ends. vLLM sets `remote_blocks_expiry_time` only for the other
-direction, where prefill reads from decode (pull_scheduler.py 0.32.0:271). NIXL reads the blocks in any case.
+renews the lease with heartbeats (base_worker.py 0.32.0:3014). If the router or an engine hangs for longer, the prefill
+engine frees the blocks. The decode engine does not know when the lease ends. vLLM sets `remote_blocks_expiry_time` only
+for the other direction, where prefill reads from decode (pull_scheduler.py 0.32.0:271). NIXL does not check the lease.
 
-Fix: The prefill engine tells the decode engine when the lease ends. The decode engine also counts the heartbeats that
-it sent before this end. A read that ends after the lease fails, and `kv_load_failure_policy` decides. With
-`bidirectional_kv_xfer` the fix does nothing, because `remote_blocks_expiry_time` has another meaning there.
+Fix: With the fix, the prefill engine tells the decode engine when the lease ends. The decode engine adds the time by
+which its heartbeats have renewed the lease. A read that ends after the lease fails, and `kv_load_failure_policy`
+decides. With `bidirectional_kv_xfer`, which uses `remote_blocks_expiry_time` otherwise, the fix does nothing.
 
 Mixed roll-out: Use the fix in both the prefill engine and the decode engine, or in neither. If only one engine has it,
 the decode engine still reads blocks whose lease has ended. The prefill engine adds `remote_blocks_expiry_time` to the
 `kv_transfer_params` that it returns, and the router must pass this key on. A decode engine with `bidirectional_kv_xfer`
-declines a read after the key's time, even if heartbeats renewed the lease. So set this option in both or neither.
+declines reads after the time in this key, even if heartbeats renewed the lease. So set this option in both or neither.
 - Remove when: vLLM fails a read that ends after its lease.
 """
 
@@ -33,7 +33,7 @@ def _ended(connector: Any, answer: tuple[bool, Any], *_: Any, **__: Any) -> tupl
 
 @fix_after(when=lambda impl, answer, *_: answer[0] and not impl.is_bidirectional_kv_xfer_enabled, on_fault=_ended)
 def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any) -> None:
-    # The key itself changes no outcome. So this code changes the answer in place, and kvfix counts no action.
+    # The key alone changes no outcome. So this code changes the result in place, and kvfix counts no action of the fix.
     answer[1]["remote_blocks_expiry_time"] = connector._reqs_need_send[request.request_id]
 
 
@@ -91,7 +91,7 @@ def _too_late(worker: Any, name: str, now: float) -> bool:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """End a prefill. With the bug, the answer does not name the end of the lease."""
+    """End a prefill. With the bug, the returned parameters lack the end of the lease."""
     _, params = hook(_nixl.scheduler_side(), _nixl.finished_prefill(8), ([1],))
     return params.get("remote_blocks_expiry_time") is None
 

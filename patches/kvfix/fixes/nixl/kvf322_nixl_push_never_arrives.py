@@ -4,10 +4,10 @@ Symptom: With NixlPushConnector, requests of the decode engine stay in WAITING_F
 decode engine logs `registration for request ... timed out after 480.0s without a push completion`. For an aborted
 request it logs nothing. `GPU KV cache usage` rises, until no request runs.
 
-Cause: The decode engine sends the ids of its blocks to the prefill engine and waits. The prefill engine never reports
-that it cannot write to these blocks. For example, the request was aborted, or its lease is over. Or the prefill engine
-served another request with the same id, could not connect, or has ended. If the router sends requests to both engines
-at once, each engine may also have a request that waits for the other engine's blocks.
+Cause: The decode engine registers its blocks with the prefill engine, and waits for a write. If the prefill engine
+cannot write to these blocks, it does not tell the decode engine. For example, the prefill was aborted, its lease is
+over, or its KV went to another request with the same id. Or the prefill engine could not connect, or has ended. If the
+router sends requests to both engines at once, each engine may also wait for the other engine's blocks.
 
 After `push_registration_timeout`, build_connector_meta drops the registration and logs the timeout (push_scheduler.py
 0.32.0:297-330), but the worker continues to wait. vLLM keeps the blocks of an aborted request until the worker reports
@@ -17,15 +17,15 @@ Fix: The fix adds an end time to the registration. After this time the prefill e
 seconds later the decode engine's worker reports the load as failed, and `kv_load_failure_policy` decides.
 
 Mixed roll-out: The prefill engine and the decode engine must both have the fix. In the prefill engine alone the fix
-changes nothing. In the decode engine alone the fix can be worse than no fix. A prefill engine without the fix may write
-into blocks of a load that has timed out. So add the fix to prefill engines first, and remove it from them last.
+changes nothing. In the decode engine alone the fix can be worse than no fix, because an unfixed prefill engine may
+write into blocks of a load that has timed out. So add the fix to prefill engines first, and remove it there last.
 - Remove when: vLLM fails a load whose registration has timed out.
 """
 
 from kvfix.fixes import _closed, _nixl, api
 from kvfix.fixes.api import NEW_REQUESTS, Any, Fix, Steps, fix_after, fix_around, fix_before, note
 
-#: Key of the registration with its end time, by the clock of the decode engine's scheduler.
+#: Key of a registration's end time, which is a time of the decode engine's scheduler clock.
 _UNTIL = "kvfix_until"
 
 
@@ -65,14 +65,14 @@ def _do_start_push_kv(worker: Any, request_id: str, local_block_ids: Any, regist
     """Begin no write in the prefill worker after the end of the registration."""
     offset = worker._engine_clock_offset.get(registration_data["decode_engine_id"])
     if offset is None or _nixl.now() < registration_data[_UNTIL] - offset:
-        return (yield)  # without an offset, vLLM connects and calls this again
-    if request_id in worker._reqs_to_process:  # else its lease is over
+        return (yield)  # without an offset, vLLM connects and calls this function again
+    if request_id in worker._reqs_to_process:  # otherwise the lease of the request is over
         worker._push_finished_blocks.setdefault(request_id, local_block_ids)  # for a later registration
     return None
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Register a load. With the bug, the registration does not name its end."""
+    """Register a load. With the bug, the registration has no end time."""
     connector = _nixl.scheduler_side()
     hook(connector, _nixl.remote_prefill(8), _nixl.allocated(1), 8)
     known = {

@@ -5,12 +5,12 @@ Symptom: The prefill engine logs `Releasing expired KV blocks for request ...`; 
 Cause: The worker frees the blocks of a request at the end of its lease, even while a write reads them. vLLM's comment
 says: "Expired requests were already reported, even if their WRITEs finish later" (push_worker.py 0.32.0:818).
 
-The thread that writes does not check whether the lease is over. After a handshake that took longer than the lease, the
+The writer thread does not check whether the lease is over. After a handshake that took longer than the lease, the
 thread writes from blocks that are already free. vLLM does not remove the expired request from `_deferred_push_inbox`
-(:240). The notice of the write tells the decode engine that all blocks have arrived.
+(:240). After the write, a notice tells the decode engine that all blocks have arrived.
 
 Fix: The fix keeps the lease of a request until its write is done. No write begins after the lease has ended. If no
-write begins, the decode engine waits for the blocks, as after an aborted prefill. With KVF322 the load fails.
+write begins, the decode engine waits for the blocks, as after an aborted prefill. With KVF322, this load times out.
 - Remove when: vLLM keeps blocks as long as a write reads them.
 """
 
@@ -27,7 +27,7 @@ _BEGINNING, _OVER, _MOST = "_kvfix_beginning", "_kvfix_over", 4096
 
 @fix_around(
     when=lambda worker, *_: worker._reqs_to_send and hasattr(worker, "_sending_transfers"),
-    # While a write may be in flight, no lease ends.
+    # After an error of the fix, no lease ends while a write may be in flight.
     on_fault=lambda worker, *_, **__: None if getattr(worker, "_sending_transfers", None) else GO_ON,
 )
 def _reap_expired_send_leases(worker: Any, done_sending: set[str]) -> Steps:
@@ -55,7 +55,7 @@ def _xfer_blocks_for_req(worker: Any, req_id: str, meta: Any) -> Steps:
     """Begin no write after the end of the lease."""
     with _lock:
         if req_id in vars(worker).get(_OVER, ()):
-            return None  # the function is not called
+            return None  # skip the write
         beginning = vars(worker).setdefault(_BEGINNING, set())
         beginning.add(req_id)
     try:

@@ -1,15 +1,14 @@
 """The prefill worker's memory grows: NixlPushConnector keeps registrations of requests that it does not have.
 
-Symptom: The memory grows with each request of the decode engine in one of three cases. The prefill was aborted, the
-prefill had ended before the registration came, or the KV was pushed to another request.
+Symptom: The memory grows with each decode request whose prefill was aborted, had ended, or went to another request.
 
-Cause: A registration that comes before the end of its prefill waits in `_pending_d_registrations`. The key of the
-registration is the decode engine's id of the request. The worker drops the registration by the prefill engine's id
-(push_worker.py 0.32.0:276, `_evict_finished_inbox`). The two ids end differently (`-` and eight digits), so the worker
-never drops the registration. To pair requests, the worker compares ids without this end (:413). So it writes the KV of
-a later request with the same id into the old registration's blocks. The later request's own registration waits.
+Cause: A registration names the decode engine's blocks. Before the end of its prefill, the registration waits in
+`_pending_d_registrations`, under the decode engine's id of the request. The worker drops it by the prefill engine's id
+(push_worker.py 0.32.0:276, `_evict_finished_inbox`). The two ids have different ends (`-` and eight digits), so the
+worker drops nothing. To pair requests, the worker compares ids without this end (:413). So it can write the KV of a
+later request with the same id into the blocks of the old registration. The later request's registration waits.
 
-Fix: The fix drops a registration after `push_registration_timeout`. The decode engine has dropped its own copy by then.
+Fix: The fix drops a registration after `push_registration_timeout`. The decode engine drops its copy earlier.
 - Remove when: vLLM drops registrations for which nothing is pushed.
 """
 

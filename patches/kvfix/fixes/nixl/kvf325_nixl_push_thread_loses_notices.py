@@ -3,11 +3,11 @@
 Symptom: With NixlPushConnector the log has `nixl-push-writer error; continuing`. Then leases of unrelated requests end
 early, and unrelated requests stay in WAITING_FOR_REMOTE_KVS.
 
-Cause: The push writer thread fetches all notices of the peers at once. If one notice raises, such as a registration of
-more blocks than prefill has, the thread loses the remaining notices (push_worker.py 0.32.0:355-361).
+Cause: The push writer thread fetches all waiting notices at once. If it raises for one notice, for example for a
+registration of more blocks than prefill has, it loses the remaining notices (push_worker.py 0.32.0:355-361).
 
-Fix: The fix logs an exception of `_handle_push_reg_notif`, and the thread continues with the next notice. If the KV of
-a request could not be written, the request waits until its lease and its registration have ended.
+Fix: The fix logs an exception of `_handle_push_reg_notif`, and the thread continues with the next notice. A request
+whose KV could not be written waits until its lease and its registration have ended.
 - Releases: vLLM 0.32.0 and 0.33.0. In 0.26.0 the code was read, not tested.
 - Remove when: vLLM catches exceptions of a single registration.
 """

@@ -4,15 +4,15 @@ Symptom: The decode engine logs nothing. The client gets HTTP 200 and text that 
 `Potentially invalid KV blocks for unrecognized request ... were retrieved by a decode worker`. There are two triggers:
 
 - A router or a client has sent a decode request again with the same kv_transfer_params.
-- A request asks for several answers (`n`). Each answer is a request of its own.
+- A request asks for several outputs (`n`). vLLM makes one request for each output.
 
 Cause: get_num_new_matched_tokens promises the prompt to every request that names remote blocks (pull_scheduler.py
 0.32.0:60). Prefill frees the blocks when the first read is reported (pull_worker.py 0.32.0:690). Other requests then
 use the blocks, and the second decode request reads the KV of these requests.
 
-Fix: In each decode engine, only the first request for a prefill reads its blocks. A later request with the same
-remote_engine_id and remote_request_id computes its prompt itself, and sends prefill no notice. The fix does not know
-what another decode engine has read. So a router that retries a request must send it to the prefill engine first.
+Fix: In each decode engine, only the first request for a prefill reads the blocks of this prefill. A later request with
+the same remote_engine_id and remote_request_id computes its prompt itself, and sends no notice to prefill. The fix does
+not know what other decode engines have read. So a router that retries a request must send it to prefill first.
 - Remove when: Prefill refuses the second read.
 """
 

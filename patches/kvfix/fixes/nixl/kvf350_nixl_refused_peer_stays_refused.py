@@ -1,14 +1,14 @@
 """All loads from one prefill engine fail until a restart: NixlConnector remembers the wrong rank count of one request.
 
-Symptom: From some time on all loads from one prefill engine fail: `NIXL transfer failure: handshake_setup_failed` with
-`AssertionError` in `_validate_remote_agent_handshake`. The error repeats for each request, although the request's
+Symptom: From some time on, all loads from one prefill engine fail with `NIXL transfer failure: handshake_setup_failed`
+and `AssertionError` in `_validate_remote_agent_handshake`. The error repeats for each request, although the request's
 parameters are right. Without the fix, only a restart of the engine that loads ends the errors.
 
 Cause: `tp_size` comes from a request's parameters. `add_remote_agent` first stores this value for the peer, and checks
 it afterwards (base_worker.py 0.32.0:2254). `register_remote_engine` never replaces the stored value (utils.py
 0.32.0:467). Each later handshake compares the right `tp_size` with this value (base_worker.py 0.32.0:2425).
 
-Fix: If a peer is refused, the fix deletes the stored values of the peer.
+Fix: If the check refuses the peer, the fix deletes the stored values of the peer.
 - Remove when: vLLM stores nothing about a peer that it has refused.
 """
 

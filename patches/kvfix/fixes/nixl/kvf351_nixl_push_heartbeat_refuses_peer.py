@@ -1,16 +1,15 @@
 """Loads fail in push mode: NixlPushConnector's heartbeat refuses a prefill engine that has more ranks than KV heads.
 
-Symptom: The bug needs push mode. The bug also needs a prefill engine with more ranks than the decode engine, and with
-more ranks than the model has KV heads. Each heartbeat logs `NIXL transfer failure: handshake_setup_failed` with
-`AssertionError` in `_validate_remote_agent_handshake`. Requests that arrive during this handshake log
-`push_reg_handshake_failed`, and their loads fail. Leases of requests that wait for blocks are not renewed.
+Symptom: The bug needs push mode, and a prefill engine that has more ranks than the decode engine and than the model has
+KV heads. Each heartbeat logs `NIXL transfer failure: handshake_setup_failed` with `AssertionError` in
+`_validate_remote_agent_handshake`. Requests that arrive during this handshake log `push_reg_handshake_failed`, and
+their loads fail. Leases of requests that wait for blocks are not renewed.
 
-Cause: In push mode a decode engine reads nothing from its peer. Its registrations need only the peer's agents. But if a
-heartbeat comes first, it starts the complete handshake, which only reads need (base_worker.py 0.32.0:3192). The check
-in this handshake refuses a peer whose ranks hold copies of the same head (:2450). A registration joins any handshake
-that is in flight (:1290), and fails with it.
+Cause: In push mode a decode engine reads nothing from its peer, so its registrations need only the peer's agents. But a
+heartbeat starts the complete handshake, which is needed only to read KV (base_worker.py 0.32.0:3192). The check in it
+refuses a peer whose ranks hold copies of the same KV head (:2450). A registration that joins it (:1290) fails too.
 
-Fix: If the check would refuse the peer, a heartbeat asks only for the peer's agents, like a registration.
+Fix: If the check would refuse the peer, a heartbeat asks only for the peer's agents, as a registration does.
 - Remove when: Heartbeats of push mode make the same handshake as registrations.
 """
 
@@ -39,7 +38,7 @@ def _is_refused(worker: Any, ranks: int) -> bool:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Send a heartbeat to a peer whose two ranks share a head. With the bug, it starts the complete handshake."""
+    """Send a heartbeat to a peer whose two ranks share a head. The bug starts the complete handshake."""
     ensures = stubs.Calls("pending")
     peer = stubs.Stub(host="p", port=1, tp_size=2, dcp_size=1, pp_size=1, req_ids={stubs.NAME})
     worker = _nixl.worker_side(

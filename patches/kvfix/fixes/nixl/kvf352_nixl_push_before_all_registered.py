@@ -1,8 +1,8 @@
 """Decode dies or another request returns wrong text: NixlPushConnector writes to a rank that has not registered yet.
 
-Symptom: In push mode, the decode engine has more ranks than the prefill engine. The decode engine dies with `KeyError:
-('<engine>', 0)` in `get_transfer_results`. Or a rank logs `push_reg_handshake_failed` and then `Unrecognized request
-... notif (may have expired).`, and another request returns wrong text with HTTP 200.
+Symptom: In push mode, with more decode ranks than prefill ranks, the decode engine dies with `KeyError: ('<engine>',
+0)` in `get_transfer_results`. Or a rank logs `push_reg_handshake_failed` and then `Unrecognized request ... notif (may
+have expired).`, and another request returns wrong text with HTTP 200.
 
 Cause: Each rank of the decode engine connects to the prefill engine by itself, and then registers its blocks. Prefill
 takes the first registration and writes to all ranks (push_worker.py 0.32.0:308, :584). If a rank is still connecting

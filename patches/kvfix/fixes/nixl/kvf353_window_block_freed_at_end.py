@@ -6,21 +6,21 @@ the router lets the prefill engine generate more than one token, all prompts lon
 
 Cause: vLLM keeps the part of a window that the next token needs. After a prompt of P tokens, with a window of W, this
 part begins at token P - W + 1. The decode engine loads P tokens and computes the last one again. The last token needs
-token `P - W`. If a block begins at token P - W + 1, neither engine has the block before it. Prefill frees this block at
-the request's end (scheduler.py 0.32.0:3025), and decode allocates none for the load (single_type_kv_cache_manager.py
-0.32.0:350). So decode reads the null block.
+token `P - W`. If a block begins at token P - W + 1, neither engine has the block of token `P - W`. Prefill frees this
+block at the request's end (scheduler.py 0.32.0:3025), and decode allocates no block for it
+(single_type_kv_cache_manager.py 0.32.0:350). So decode reads the null block.
 
 With Mamba states, bounded replay or MTP modules, prefill stops before the tokens that decode computes again
 (`_prefill_backoff`, nixl/base_scheduler.py 0.32.0:379). With windows only, prefill computes the whole prompt.
 
-Fix: With windows too, prefill computes the prompt without its last token, and generates one token.
+Fix: If the model has windows, the fix lets prefill leave out the prompt's last token, and generate one token.
 
 Mixed roll-out: Install the fix on the prefill engine and on the decode engine, or on neither. If only one of them has
 it, the two engines count tokens differently. If the last token has a block of its own, each block is then paired with
 its neighbour (base_worker.py 0.32.0:3417). The result is wrong KV, without a message.
-- Releases: vLLM 0.32.0 and 0.33.0. By their code, releases from 0.20.2 on have the bug too. 0.20.2 is the first release
-  whose NixlConnector supports windows. Before 0.32.0 there is no `_prefill_backoff`. These releases were not tested.
-- Remove when: `_prefill_backoff` answers 1 for a model with windows.
+- Releases: vLLM 0.32.0 and 0.33.0. By their code (not tested), releases from 0.20.2 on have the bug too, but no
+  `_prefill_backoff`. 0.20.2 is the first release whose NixlConnector supports windows.
+- Remove when: `_prefill_backoff` returns 1 for a model with windows.
 """
 
 from kvfix.fixes.api import AT_START, NIXL_BASE_SCHEDULER, Any, Fix, fix_after, stubs
@@ -28,12 +28,12 @@ from kvfix.fixes.api import AT_START, NIXL_BASE_SCHEDULER, Any, Fix, fix_after, 
 
 @fix_after(on_fault=lambda scheduler, tokens, *_, **__: max(tokens, 1))
 def _prefill_backoff(scheduler: Any, tokens: int) -> int:
-    """Return 1 instead of 0 for models with windows. vLLM calls this a few times per request, and never in a step."""
+    """Return 1 instead of 0 for models with windows."""
     return tokens or int(any(scheduler.blocks_per_sw))
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Ask how many tokens prefill leaves to decode, for a model with a window. With the bug, the answer is 0."""
+    """Ask how many tokens prefill leaves to decode, for a model with a window. With the bug, the result is 0."""
     vllm_config = stubs.Stub(num_prefill_lookahead_tokens=0)
     scheduler = stubs.Stub(_has_mamba=False, _bounded_replay=False, blocks_per_sw=[0, 2], vllm_config=vllm_config)
     return bool(hook(scheduler) == 0)

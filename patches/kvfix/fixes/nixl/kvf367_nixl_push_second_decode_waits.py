@@ -11,7 +11,7 @@ that it finds, and then forgets the prefill (push_worker.py 0.32.0:404). It neve
 Fix: In each decode engine, only the first request for a prefill registers. A later request for the same prefill
 computes its prompt itself. Two requests are for the same prefill if their remote_engine_id, their remote_request_id and
 their ids without the random end are equal. (The prefill engine pairs requests by the id without this end.) If two
-decode engines ask for one prefill, one load still waits. With the fix KVF322, this load times out.
+decode engines ask for one prefill, one of the two loads still waits. With KVF322, this load times out.
 - Remove when: vLLM promises a prefill to one decode request.
 """
 
@@ -27,7 +27,7 @@ def note_first(connector: Any, answer: None, request: Any, *_: Any) -> None:
 
 @_prefills.promise_if
 def promise_once(connector: Any, request: Any) -> bool:
-    """Promise the prefill if no request has registered for it. Otherwise make the request compute its prompt."""
+    """Promise the prefill if no request has registered for it. If another has, let this request compute its prompt."""
     if not _prefills.has_another(connector, _prefill(request)):
         return True
     _prefills.compute(request)
@@ -35,7 +35,7 @@ def promise_once(connector: Any, request: Any) -> bool:
 
 
 def _prefill(request: Any) -> tuple[str, str, str]:
-    """Return what identifies the prefill of this request: two parameters, and the id without its random end."""
+    """Return the key of this request's prefill, that is, two parameters and the request id without its random end."""
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import get_base_request_id
 
     params = request.kv_transfer_params

@@ -15,7 +15,7 @@ an address, so a fixed seed is not enough there. Python sets the seed at its sta
 Workaround: Set PYTHONHASHSEED=0 in the environment of every vLLM and LMCache process. Or set
 `pre_caching_hash_algorithm: sha256_cbor` in each LMCache's configuration. A process that shares no cache needs neither.
 - Upstream: https://github.com/LMCache/LMCache/issues/2136, https://github.com/LMCache/LMCache/issues/2511
-- Remove when: The default is an algorithm that is the same everywhere.
+- Remove when: LMCache's default hash is the same in all processes.
 """
 
 import os

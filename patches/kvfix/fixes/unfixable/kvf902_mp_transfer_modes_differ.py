@@ -1,16 +1,16 @@
 """The worker blocks for 300 seconds and dies: worker and server use different transfer modes, and neither reports it.
 
-Symptom: The worker blocks for `mq_timeout` and dies. The server sends no answer, and logs `No handler registered for
+Symptom: The worker blocks for `mq_timeout` and dies. The server does not reply, and logs `No handler registered for
 operation ...` (0.5.6, with `Available handlers: [...]`), or `No handler registered for request type ...`.
 
-Cause: The server loads the handlers of one mode (`--supported-transfer-mode`). `lmcache.mp.mp_transfer_mode`,
-LMCACHE_MP_TRANSFER_MODE or the device sets the worker's mode. A request without a handler gets no reply. Each side runs
-in its own process, perhaps on another machine. So kvfix cannot read or change the other side's options.
+Cause: The LMCache server has handlers for one mode only (`--supported-transfer-mode`). The worker's mode comes from
+`lmcache.mp.mp_transfer_mode`, LMCACHE_MP_TRANSFER_MODE or the device. The server does not reply to a request that it
+has no handler for. Worker and server are separate processes, so kvfix cannot set the options of both.
 
 Workaround: Start `lmcache server` with `--supported-transfer-mode auto`, or set LMCACHE_MP_TRANSFER_MODE of the worker
 to the mode of the server. The server logs its mode: `Supported transfer mode: ...`.
 - Upstream: https://github.com/LMCache/LMCache/issues/4186 (open), https://github.com/LMCache/LMCache/pull/4194.
-- Remove when: The server answers a request that it has no handler for.
+- Remove when: The server replies to a request that it has no handler for.
 """
 
 import os

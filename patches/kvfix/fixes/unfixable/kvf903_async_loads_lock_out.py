@@ -1,20 +1,20 @@
 """All requests wait for ever: loading requests take all blocks, and no request gets the last block that it needs.
 
-Symptom: `Running: 0 reqs, Waiting: N reqs`, no throughput, no error, and the KV cache is nearly full. The bug needs
-more requests than the blocks can hold, and a connector that loads between steps.
+Symptom: vLLM logs `Running: 0 reqs, Waiting: N reqs`, without throughput and without an error. The KV cache is nearly
+full. The bug needs more requests than the blocks can hold, and a connector that loads asynchronously.
 
-Cause: A loaded request holds its blocks, cannot be preempted, and needs one more block to run. If vLLM admits loads
-until all blocks are taken, no request gets this one more block. vLLM 0.26 reserves blocks for the load
-(`reserved_blocks`), and vLLM 0.32 also for the tokens of speculative decoding (`_spec_decode_step_blocks`). Up to 0.26
-a waiting request that holds no blocks may be at the head of the queue. vLLM then does not try the requests that hold
-blocks. kvfix cannot wrap a part of `schedule`, a function of 500 lines that differs in every release.
+Cause: A loaded request holds its blocks, cannot be preempted, and needs another block to run. If vLLM admits loads
+until they hold all blocks, no request gets another block. vLLM 0.26 reserves blocks for the load (`reserved_blocks`),
+and vLLM 0.32 also for the tokens of speculative decoding (`_spec_decode_step_blocks`). Up to 0.26, vLLM does not try
+the loaded requests if a request without blocks is at the head of the waiting queue. kvfix cannot wrap a part of
+`schedule`, a function of 500 lines that differs in every release.
 
 Workaround: Use vLLM 0.32 with `scheduler_reserve_full_isl` at its default (true). If you cannot upgrade, allow fewer
 requests at once (`--max-num-seqs`), use more blocks, or switch asynchronous loading off.
 
-vLLM 0.32.0 can still hang with a session (KVF219), with sliding windows (KVF210), or with priorities if
+vLLM 0.32.0 can still hang with a streaming session (KVF219), with sliding windows (KVF210), or with priorities if
 `scheduler_reserve_full_isl` is off (KVF208). Add the opt-in fixes: `kvfix run --plus KVF208 --plus KVF219 -- CMD`.
-- Releases: vLLM 0.11.2 to 0.26.0. The source shows the bug, and users have reported it. The lab does not show it.
+- Releases: vLLM 0.11.2 to 0.26.0. The source has the bug, and users have reported it. kvfix's lab does not show it.
 - Upstream: https://github.com/vllm-project/vllm/issues/45388, https://github.com/vllm-project/vllm/pull/44560,
   https://github.com/vllm-project/vllm/pull/57104, https://github.com/vllm-project/vllm/pull/57841
 """

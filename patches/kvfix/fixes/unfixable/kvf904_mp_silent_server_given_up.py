@@ -6,12 +6,12 @@ is healthy again`. Then running requests, and later hits, return wrong text with
 Cause: As in KVF122, the worker drops the futures of all transfers, and reports the loads as failed and the stores as
 done (vllm_multi_process_adapter.py 0.5.5:1856). vLLM frees the blocks, while a slow server still runs the transfers.
 
-A fix would have to drop only the transfers that the server will never run. Up to 0.5.5 the client does not watch the
-connection (multiprocess/mq.py 0.5.5:281), and a restarted server answers pings like the old one. So if the worker
-waited, it would wait for ever for transfers that were lost with the old server.
+The worker cannot wait for the transfers, because a server that has restarted never finishes them. The worker cannot
+detect a restart, because the client does not watch the connection (multiprocess/mq.py 0.5.5:281), and a restarted
+server answers pings like the old one.
 
 Workaround: Use LMCache 0.5.6 with KVF122. Or set `lmcache.mp.heartbeat_interval` above the server's longest pause.
-- Releases: LMCache 0.4.2 to 0.5.5. Tests show the bug in 0.4.5 to 0.4.7. For the others, only the code was read.
+- Releases: LMCache 0.4.2 to 0.5.5. Tests show the bug in 0.4.5 to 0.4.7. For other releases, only the code was read.
 """
 
 from kvfix.fixes.api import MP_WORKER_ADAPTER, Fix

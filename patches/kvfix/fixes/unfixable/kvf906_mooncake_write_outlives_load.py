@@ -3,17 +3,17 @@
 Symptom: After loads that have failed, requests return wrong text with HTTP 200. The decode engine logs `pulling
 kv_caches for [...] failed: transfer failed: Resource temporarily unavailable`. The prefill engine logs nothing.
 
-Cause: The decode engine sends a message with its block ids to the prefill engine. The decode engine gives the load up
-after VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT and 60 s (mooncake_connector.py 0.32.0:2350), and vLLM frees the blocks. The
-prefill engine has the same timeout, but this timeout starts when the prefill engine takes the message (:1587).
+Cause: The decode engine sends a message with its block ids to the prefill engine. It gives up the load
+VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT plus 60 s later, and frees the blocks (mooncake_connector.py 0.32.0:2350). The
+prefill engine's own timeout starts only when the prefill engine takes the message (:1587).
 
 The prefill engine takes the message late if its process hangs, or if all of its 2 * num_workers tasks wait for prefills
-(:1456). In both cases, the prefill engine writes into blocks of another request, because the decode engine has given
-the load up. The message carries no deadline, so neither engine can be fixed alone.
+(:1456). The prefill engine then writes after the decode engine has given up the load, into blocks of another request.
+The message carries no deadline, so a fix needs changes in both engines.
 
 Workaround: Set VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT to a larger number of seconds on the decode engine than on the
-prefill engine, for example 960 and 480. A message may then be late by the difference plus 60 s. Set a larger
-`num_workers` in the prefill engine's kv_connector_extra_config, so that messages do not wait for each other.
+prefill engine, for example 960 and 480. A message may then wait for the difference plus 60 s. Set a larger
+`num_workers` in the prefill engine's kv_connector_extra_config, so that messages wait less.
 - Remove when: Both engines of vLLM agree on the end of a load.
 """
 
