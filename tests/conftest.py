@@ -218,7 +218,7 @@ def once(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> I
 def answers(*expected: Any, also: str = "", **fixed: Any) -> Callable[[Callable[..., Any]], Any]:
     """Turn a function into a test that runs the function in a fork and compares the result with `expected`.
 
-    - expected: one result, or two results (without and with fixes). If empty, the parameter `answer` has the result
+    - expected: one result, or two results (without and with fixes). If none, parameter `answer` is the expected result
     - also: names of more parameters of the test, separated by spaces: `fixes`, `release`, `answer`
     - fixed: values of `fixes` and `release`. Default: release 0.5.6; no fixes, or all fixes for the second result
     """

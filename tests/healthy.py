@@ -24,7 +24,7 @@ def events(done: Any) -> list[tuple[Any, ...]]:
 
 
 def own_blocks() -> None:
-    """Give LMCache's tracker a separate list of blocks, because plain schedules may preempt a request."""
+    """Apply KVF022, because the bug that this fix prevents appears in plain schedules that preempt a request."""
     adapter = import_module(ADAPTER)
     impl = adapter.LMCacheConnectorV1Impl
     impl.build_connector_meta = kvf022.fix(adapter)(impl.build_connector_meta)

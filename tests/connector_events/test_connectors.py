@@ -53,7 +53,7 @@ def play_all() -> dict[str, dict[str, list[str]]]:
 
 @answers([[False] * 2, [True] * 2, ["wait_for_layer_load"] * 3, 3, ["RuntimeError: planted"], [], [False] * 2])
 def test_hooks_of_layers_are_watched_on_request_only() -> list[Any]:
-    """Return whether hooks are wrapped without `layers`, with `layers` and after a revert, and the recorded calls."""
+    """Return whether hooks are wrapped (without `layers`, with `layers`, after a revert), and the recorded calls."""
     os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-test-")
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory as factory
     from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1 as connector

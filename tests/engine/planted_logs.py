@@ -84,7 +84,7 @@ class Case:
     play: str = "twice"  # method of Run to call while the engine runs
     main: str = "one_engine"  # method of Run to call for the whole case
     second: dict[str, Any] = field(default_factory=dict)  # fields that differ in the second engine
-    change: str = ""  # method of Run that changes the parameters of the requests to decode
+    change: str = ""  # method of Run to call with prefill's kv_transfer_params before decode gets them
 
     def config(self) -> dict[str, Any] | str:
         if self.transfer not in TRANSFERS:
@@ -145,8 +145,8 @@ class Run:
             file = self.folder / "lmcache.yaml"
             file.write_text(self.filled(case.file))
             words["LMCACHE_CONFIG_FILE"] = str(file)
-        config = case.config()
-        text = config if isinstance(config, str) else json.dumps(config).replace('"$SERVER"', "$SERVER")  # an integer
+        config = case.config()  # the port $SERVER must be an integer in JSON, so the next line removes its quotes
+        text = config if isinstance(config, str) else json.dumps(config).replace('"$SERVER"', "$SERVER")
         engine = Server(self.folder / name, self.filled(text), "off", [*map(self.filled, case.options)], **words)
         self.logs[name] = engine.log
         self.doctor(["vllm", "serve", str(self.folder / "model"), *engine.words()], engine.environment)

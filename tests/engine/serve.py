@@ -52,7 +52,7 @@ def main(job: dict[str, Any]) -> None:
 
 
 def until_told(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """Run requests `calm`, or `hard` while the folder `flags` has a file `hard`, until the folder has a file `stop`."""
+    """Repeat requests `calm`, until the folder `flags` has a file `stop`. While it has a file `hard`, repeat `hard`."""
     folder, rounds, preempted = Path(job["flags"]), list[tuple[str, list[list[int]]]](), 0
     while not (folder / "stop").exists():
         kind = "hard" if (folder / "hard").exists() else "calm"

@@ -28,7 +28,7 @@ pytestmark = [
 
 HARD = [*REPORT, *CROWD]
 CALM = CROWD[:2]
-#: Code to run after a detach. The file ANSWER gets the functions still wrapped, the number ever wrapped, and the kB.
+#: Code to run after a detach. It writes the functions still wrapped, how many were ever wrapped, and the memory in kB.
 ORIGINALS = """
 import inspect
 import json

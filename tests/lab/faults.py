@@ -31,7 +31,7 @@ class Fault(Exception):
 
 
 class Plan:
-    """Counts how often lines run, and raises at run `time` of `line` in the fix `code`. always: also at later runs."""
+    """Counts runs of each line of the fix `code`. Raises at run number `time` of `line`. always: at later runs too."""
 
     def __init__(self, code: str = "", line: Line | None = None, time: int = 0, always: bool = False) -> None:
         self.code, self.line, self.time, self.always = code, line, time, always
@@ -42,7 +42,7 @@ class Plan:
 
     def trace(self, frame: Any, event: str, _: Any) -> Any:
         if self.inner and frame.f_back is not None and frame.f_back.f_globals.get("__name__") == __name__:
-            return None  # the engine calls this function directly, so raise only in functions that it calls
+            return None  # the engine calls this function directly, so raise only in functions that this function calls
         return self.at if frame.f_globals.get("__name__", "").startswith("kvfix.fixes.") else None
 
     def at(self, frame: Any, event: str, _: Any) -> Any:

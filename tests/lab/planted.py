@@ -188,7 +188,7 @@ def schedule_offloading(engine: Any) -> None:
 
 
 def of_pair(at_once: str = "") -> Plant:
-    """Return a schedule of three requests. "a" and "b" share a prefix. at_once: names of requests for both engines."""
+    """Return a schedule of three requests. Two share a prefix. at_once: requests sent to both engines at once."""
     prompts = {"a": prompt(100), "b": prompt(150), "c": prompt(60, seed=1)}
     a, b, c = ((do.ask_at_once if name in at_once else do.ask)(name, tokens, 5) for name, tokens in prompts.items())
     return steps(a, b, do.step(3), c, do.run(), do.step(3))

@@ -27,7 +27,7 @@ METADATA = "connector.scheduler_adapter.build_connector_meta"
 
 
 def _promise(change: Callable[..., Any]) -> Callable[[Any], None]:
-    """Return a fault that changes promises: change(request, computed tokens, promise, preemptions at all calls)."""
+    """Return a fault. It replaces promises by change(request, computed tokens, promise, [preemptions at each call])."""
 
     def plant(engine: Any) -> None:
         connector, asked = engine.scheduler.connector, []

@@ -126,7 +126,7 @@ def after_one_load(mode: str, skip: int | None) -> list[Any]:
 @pytest.mark.parametrize(("mode", "release"), [("", "0.5.5"), ("layers", "0.5.6")])
 @answers([0], [1], also="release")
 def test_a_pin_that_comes_during_a_load_stays(mode: str) -> list[int]:
-    """While request r loads chunks, the thread of the lookup server pins them for request o. Return the later pins."""
+    """While request r loads chunks, the lookup server pins them for request o. Return the pins after the load."""
 
     def lookup_of_o() -> None:
         thread = threading.Thread(target=made.look_up, args=("o",))

@@ -29,7 +29,7 @@ def test_the_first_chunk_after_a_failed_load_is_stored() -> list[list[int]]:
 
 @answers([True, True], [False, False])
 def test_a_step_beyond_the_blocks_of_its_request() -> list[bool]:
-    """A step starts beyond its request's blocks. Return two flags: the lab reports this step, and reports anything."""
+    """A step starts beyond its request's blocks. Return whether this step is reported, and whether any violation is."""
     options = Options(num_blocks=18, async_scheduling=True, drafter="eagle", drafts=1, save_last=True)
     steps = (("stored_elsewhere", 0, 64), ("admit", "r", 0, 64, 2), ("fail_load", 0, 0))
     violations = [str(found) for found in late.play(Schedule(options, steps)).violations]
@@ -123,7 +123,7 @@ def play_all() -> dict[str, Any]:
 def test_tokens_of_a_step_with_a_load_are_stored_later(way: str, outcomes: dict[str, Any]) -> None:
     one, two = (outcomes["saved"][way][ranks] for ranks in ("1", "2"))
     assert one["found"] == two["found"] == []
-    assert one["chunks"][1] > one["chunks"][0], "one rank saves it at once"
+    assert one["chunks"][1] > one["chunks"][0], "with one rank, the step with the load stored nothing"
     assert two["chunks"][1] == two["chunks"][0]
     assert two["chunks"][2] == one["chunks"][2] * 2
 

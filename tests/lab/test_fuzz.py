@@ -55,7 +55,7 @@ NEVER = {
 }  # fmt: skip
 #: Connectors to compare with NEVER. OffloadingConnector runs with fixes. Without fixes a failed copy ends the worker.
 CONNECTORS = ["v1", "mp", "offloading"]
-#: Counters that only some runs raise. For example, a session with OffloadingConnector locks requests out in few seeds.
+#: Counters that may stay 0. In few seeds with OffloadingConnector, a session keeps blocks that other requests need.
 RARE = {"locked_out_by_session", "aborted_loading"}
 
 

@@ -132,7 +132,7 @@ def without(code: str, function: str, play: Callable[[], Any]) -> list[str]:
 FAILED = "a load has failed"
 HOLE = "KVR007 store-leaves-hole sharing: tokens 64 to 112 are stored, the cache holds 0: 0 to 64 never are"
 SAVED = "LAB001 wrong-content r: the step reads token 192 of 326 computed ones, its slot holds other KV"
-#: (fix, target to leave out or "", case to play, starts of the findings). In the last case, the fix keeps old notes.
+#: (fix, target to leave out or "", case to play, starts of the findings). The last case leaves notes of KVF007.
 INCOMPLETE: list[tuple[str, str, Callable[[], Any], tuple[str, ...]]] = [
     ("KVF007", "", shared, ()),
     ("KVF007", "_update_requests_with_invalid_blocks", shared, (HOLE,)),
@@ -183,7 +183,7 @@ def replaced(fix: Fix, target: Target) -> Iterator[None]:
 
 
 def of_several_functions() -> Iterator[tuple[Fix, str, tuple[Target, ...]]]:
-    """Yield fixes that wrap several functions of a copy. Fixes with scenarios come last: the lab replaces a class."""
+    """Yield fixes with several targets in a copy of the code. Fixes with scenarios, which replace classes, are last."""
     for fix in sorted(catalogue.fixes(), key=lambda each: bool(each.scenarios)):
         for copy, targets in fix.groups if fix.fixable else ():
             wrong = [each for each in targets if applicability.judge(each).state == "applicable"]

@@ -66,7 +66,7 @@ def test_as_released(slug: str, release: str, once: Once) -> None:
 def test_with_fixes(slug: str, release: str, once: Once) -> None:
     each = played(once, release)[slug, True]
     if not find(slug).fixes:
-        # The bug has no fix, so fixes do not change the outcome. But without fixes another bug may end the schedule.
+        # The bug has no fix, so the outcome is as expected, unless the schedule without fixes also shows another bug.
         assert each["outcome"] == each["expected"] or played(once, release)[slug, False]["also"], each
         return
     assert each["outcome"] in ("clean", "not-applicable"), each
@@ -136,7 +136,7 @@ def test_every_fix_has_a_scenario_and_every_scenario_a_release_that_is_wrong() -
     slugs = {scenario.slug for scenario in scenarios()}
     for fix in catalogue.fixes():
         assert slugs.issuperset(fix.scenarios), fix.code
-        assert bool(fix.scenarios) != bool(fix.proof) or not fix.fixable, (fix.code, "a scenario, or the test beside")
+        assert bool(fix.scenarios) != bool(fix.proof) or not fix.fixable, (fix.code, "either scenarios or a proof")
         assert not fix.proof or (ROOT / fix.proof.partition(",")[0].partition(":")[0]).exists(), fix.proof
     codes = [rule.code for rule in RULES]
     assert codes == sorted(set(codes))

@@ -107,7 +107,7 @@ _OURS = (
 )  # fmt: skip
 #: This package re-exports names of its modules. The lab has replaced time and threads in these modules.
 _NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
-#: The lab has replaced asyncio and the settings of this module. With them, upstream's tests would wait for minutes.
+#: The lab has replaced asyncio and the settings of this module. These replacements make upstream's tests wait minutes.
 _MOONCAKE = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector"
 
 
@@ -190,7 +190,7 @@ def _run_nodes(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def regression(folder: Path, tests: list[str]) -> dict[str, Any]:
-    """Return {test file: [passed, failed, messages]}, without tests of the release that fail without kvfix too."""
+    """Return {test file: [passed, failed, messages]}. Leave out tests that fail on the release even without kvfix."""
 
     class Count:
         def __init__(self) -> None:

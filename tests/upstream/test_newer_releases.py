@@ -19,5 +19,5 @@ def test_the_patch_applies(row: upstream.Ready, release: str, tmp_path: Path) ->
     if not places:
         pytest.skip(f"vLLM {release} is not in {VLLM}: `requirements/matrix` fetches it")
     if row.version != release and row.path.with_name(f"vllm-{release}.patch").exists():
-        pytest.skip(f"there is one for {release}")
+        pytest.skip(f"this bug has a separate patch: vllm-{release}.patch")
     assert "Applied patch vllm/" in patched.git_apply(row.path, places, tmp_path, "--exclude=tests/*", "--verbose")

@@ -90,7 +90,7 @@ class Release:
         return dict(self.fork_server(patched.tried, None, str(folder), dist, tests, code, played, list(fixes)))
 
     def plays(self, connector: str, code: str) -> list[str]:
-        """Return the digests that the patch must give: without fixes, or with a fix that changes healthy schedules."""
+        """Return the digests that the patch must give: with the fix if it changes healthy schedules, else without."""
         if code not in changing(connector):
             return list(self.unpatched["healthy"][connector])
         return list(self.ask(self.scratch, "", [], "", [connector], (code,))["healthy"][connector])
@@ -125,7 +125,7 @@ def test_on_the_release(release: Release, row: upstream.Ready, tmp_path: Path) -
     assert can_fail, "the tests pass without the change"
     added = {file for file in tests if not (released_tests(row) / file).exists()}
     assert added <= set(can_fail), "a new test passes without the change"
-    # If no release has the code and no probe can check it, kvfix refuses the fix.
+    # No release has the patched code. So kvfix refuses the fix if no probe can check this code.
     assert found["status"].startswith("refused" if has_no_probe(row) else "fixed-upstream"), found["status"]
     outcomes = set(found["outcomes"].values())
     assert outcomes == ({"clean"} if catalogue.find(row.code).scenarios else set()), found["outcomes"]

@@ -1,9 +1,9 @@
-"""Name a resource for Ray on vLLM's CPU platform. Without the name vLLM refuses Ray there (ray_utils.py 0.32.0:572)."""
+"""Give vLLM's CPU platform a device name for Ray. Without a name, vLLM refuses Ray (ray_utils.py 0.32.0:572)."""
 
 from vllm.platforms.cpu import CpuPlatform
 
 
 class RayCpuPlatform(CpuPlatform):
-    """vLLM uses this platform if the environment has KVFIX_TEST_RAY. A Ray cluster may declare any number of GPUs."""
+    """vLLM uses this platform if the environment has KVFIX_TEST_RAY. Ray nodes can declare GPUs that do not exist."""
 
     ray_device_key = "GPU"

@@ -57,7 +57,7 @@ def load() -> None:
 
 
 def stand_in() -> None:
-    """After each import of a module in STAND_INS, call the module's function of kvfix_engine_stand_ins."""
+    """When Python imports a module in STAND_INS, call the function that STAND_INS names for this module."""
     execute = SourceFileLoader.exec_module
 
     def exec_module(loader: SourceFileLoader, module: Any) -> None:
@@ -71,7 +71,7 @@ def stand_in() -> None:
 
 
 def override_kernels_beside_llvmlite() -> None:
-    """Return {} to vLLM for objects of llvmlite, which refuse `vars()` (triton_utils/dispatcher.py 0.32.0:139)."""
+    """Give vLLM {} if `vars()` of an llvmlite object returns no dictionary (triton_utils/dispatcher.py 0.32.0:139)."""
     from vllm.triton_utils import dispatcher
 
     def of(value: Any) -> Any:
