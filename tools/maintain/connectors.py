@@ -45,7 +45,7 @@ class Said(NamedTuple):
     def note(self) -> str:
         if self.name == "DecodeBenchConnector":
             return "loads made-up KV on purpose, for benchmarks."
-        return f"played through the lab's own side of it: {self.stand_in} ([the lab](lab.md))." if self.stand_in else ""
+        return f"with the lab's replacement of a part: {self.stand_in} ([the lab](lab.md))." if self.stand_in else ""
 
 
 def load() -> list[Said]:

@@ -83,7 +83,7 @@ def scenarios(connector: str) -> dict[str, Any]:
 
 
 def fuzzed(connector: str, steps: int) -> dict[str, Any]:
-    """Run seeds without and with the fixes. Return the seeds with worse violations with the fixes.
+    """Run each seed without and with the fixes. Return the seeds whose violations are worse with the fixes.
 
     A run ends when the engine dies, so a run with the fixes can be longer. A violated rule counts if no seed violates
     the rule without fixes. A rule about wrong output also counts if the same seed violates no rule without fixes.

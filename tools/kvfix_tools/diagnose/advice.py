@@ -102,7 +102,7 @@ def remedy(log: Diagnosis, found: LogFinding) -> Remedy:
 
 
 def _ahead(log: Diagnosis, found: LogFinding, good: str) -> str:
-    """Return `good` without upgrades to releases that are not newer than the log's release."""
+    """Return `good`. Drop each upgrade to a release that is as old as the log's release, or older."""
     kept = [part for part in good.split("; ") if not _is_behind(log, found, part)]
     if kept:
         return "; ".join(kept)

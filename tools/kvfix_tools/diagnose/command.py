@@ -105,7 +105,7 @@ def main(paths: list[str], options: Options = Options()) -> int:
         return 2
     is_foreign = not findings and not log.counts and not log.debug
     if is_foreign and not log.interrupted:
-        give = ". Give the engine's log (kubectl logs, docker logs, journalctl). For words, run: kvfix search TEXT"
+        give = ". Give the engine's log (kubectl logs, docker logs, journalctl). To search, run: kvfix search TEXT"
         _say(report_text.not_recognised(log) + ("" if log.recording else give))
     if log.interrupted:
         return _INTERRUPTED

@@ -23,7 +23,7 @@ from kvfix_tools.diagnose.texts import WHO
 from kvfix_tools.ledger import RULES
 
 State = TypeVar("State")
-#: Maximum number of separate findings. Above this number, one finding for each rule counts all further crashes.
+#: Maximum number of separate findings. Above this number, all further crashes of a rule share one finding.
 FINDINGS = 1000
 #: Every traceback violates this rule of the ledger. kvfix ignores the rule, because other findings report tracebacks.
 _EXCEPTION = "exception-left-hook"
@@ -69,7 +69,7 @@ class Diagnosis:
         #: Name of the last input that has lines of kvfix's own recorder.
         self.recording = ""
         self._time: float | None = None
-        #: The fields of the last lookup, and the number of directly preceding lookups with equal fields.
+        #: The fields of the last lookup, and how many times in a row the log has repeated this lookup.
         self._asked: Fields = {}
         self._repeats = 0
 
@@ -254,7 +254,7 @@ class Diagnosis:
             self._on_found(found)
 
     def _began(self, found: LogFinding) -> float:
-        """Return `began` for a finding made at the log's end. The value follows the findings above its first line."""
+        """Return `began` for a finding made at the log's end: just after the findings above this finding's lines."""
         if not found.evidence:
             return math.inf
         file, number, _ = found.evidence[0]

@@ -49,7 +49,7 @@ class Failures:
         self.closing: dict[str, float | None] = {}
         #: Length of `lines` when the engine last worked. The engine has survived the failures in these first lines.
         self._survived = 0
-        #: True if the engine has worked since the last line about an engine that waits for a worker.
+        #: True if the engine has worked on requests since its last message that it waits for a worker.
         self.worked_since_wait = False
 
     def take(self, line: LogLine) -> None:

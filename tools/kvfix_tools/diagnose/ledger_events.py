@@ -49,7 +49,7 @@ class Requests(dict[str, Request]):
         history, known = self._ledger.histories.get(request), self.get(request)
         if not request or history is None or known is None:
             return []
-        events, places = reversed(history.events), reversed(known.places)  # only the ends match
+        events, places = reversed(history.events), reversed(known.places)  # a reused id keeps its old places
         return [HistoryEvent(event.text(), *place) for event, place in zip(events, places, strict=False)][::-1]
 
 
@@ -75,7 +75,7 @@ def _capped(ledger: Ledger, fields: Fields) -> list[Event]:
 
 
 def _due(ledger: Ledger, fields: Fields) -> list[Event]:
-    """Return Granted and LoadDue. Before this line, the connector asserts that vLLM takes all promised tokens."""
+    """Return Granted and LoadDue. Before LMCache logs this line, it asserts that vLLM takes all promised tokens."""
     request, computed = fields["request"], fields.get("computed")
     history = ledger.histories.get(request)
     if computed is None or history is None or history.asked is None or history.asked.promised is None:

@@ -16,7 +16,7 @@ _OWN = 1 << 20
 #: kvfix parses at most this number of bytes of a line.
 LONGEST_LINE = 1 << 16
 _DEBUG = FRAME + b"DEBUG:"
-#: Maximum number of bytes before the fixed text of LMCache's prefix, for a process, a colour and the time.
+#: A process, a colour and the time take at most this number of bytes before the fixed text of LMCache's prefix.
 _HEAD = STAMP + 24
 #: An input is a paste of messages if at most this number of its lines are neither messages nor in tracebacks.
 _FEW = 5
@@ -88,7 +88,7 @@ class Scanner:
         self._number += newlines
 
     def _decide(self, lines: list[bytes]) -> None:
-        """Decide which lines without a logger's prefix kvfix parses. A later block may change the decision."""
+        """Decide whether kvfix parses lines without a logger's prefix (`Headless`). A later block may change this."""
         now = Headless.ALL if self.is_own else Headless.WHOLE if _are_few_others(lines) else Headless.NONE
         if self._headless is None or (now is not Headless.WHOLE and self._headless is not Headless.ALL):
             self._headless = now

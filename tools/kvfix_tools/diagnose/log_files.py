@@ -38,7 +38,7 @@ class Source(NamedTuple):
 
 
 def sources(paths: list[str]) -> list[Source]:
-    """Return the named files, and all logs in the named folders. Raise Refused if a file or a log is missing."""
+    """Return the named files, and logs in named folders. Raise Refused for a missing file or a folder without logs."""
     found: list[Source] = []
     for path in paths:
         if path == "-":

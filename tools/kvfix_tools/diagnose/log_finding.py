@@ -60,7 +60,7 @@ class LogFinding:
                 self.evidence.append(line.evidence)
 
     def is_explained(self, others: Iterable[LogFinding]) -> bool:
-        """Return True if specific findings in `others` explain every traceback that this finding's lines announce."""
+        """Return True if specific findings in `others` explain the traceback below each line of this finding."""
         rules = ((other, other.rule) for other in others if other is not self)
         specific = [other for other, rule in rules if rule.signs and (not rule.general or rule.certain)]
         ends = [each for other in specific for each in other.evidence]
@@ -92,7 +92,7 @@ def in_order(findings: list[LogFinding]) -> list[LogFinding]:
     causes = [found for found in troubles if not found.rule.symptom] or troubles[:1]
     for found in findings:
         before = [each for each in causes if each.began <= found.began or each.file != found.file]
-        # A symptom of the whole log follows from the first cause. Another symptom follows from the last earlier cause.
+        # A symptom without a line follows from the first cause, and any other symptom from the last cause before it.
         follows = before and found.rule.symptom and found not in causes
         found.follows = before[0 if math.isinf(found.began) else -1] if follows else None
     tiers = {Severity.RISK: 2, Severity.NOTE: 3}

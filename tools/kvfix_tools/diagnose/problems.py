@@ -126,7 +126,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def concerns(self, log: Diagnosis, nearly: bool = True) -> bool:
         """Return True if this problem can happen with the connectors and releases that the log names.
 
-        nearly: also accept vLLM releases between two examined releases of which only the newer one has the problem.
+        nearly: also accept the unexamined vLLM releases just below the oldest examined release with the problem.
         """
         ran = log.who.connectors
         if self.connectors and (ran or self.named) and not ran & set(self.connectors):
@@ -212,7 +212,7 @@ def _index() -> tuple[BytesAhoCorasick, list[_Numbered], dict[str, _Numbered]]:
 
 
 def at(line: LogLine) -> tuple[Problem, ...]:
-    """Return the records, without general ones, with a sign that fits the line. Do not check the log's releases."""
+    """Return the records that have a sign that fits the line and are not general. Do not check the log's releases."""
     if line.name == "logged":
         return _at("logged", line.body, "", "", "", (), False)
     get = line.fields.get

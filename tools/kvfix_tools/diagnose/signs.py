@@ -59,7 +59,7 @@ def parse(sign: str) -> tuple[Sign, ...]:
 
 @lru_cache(maxsize=4096)
 def longest(text: str) -> str:
-    """Return the longest part of a template that has no value."""
+    """Return the longest part of a template between its values (`<name>`)."""
     return max(PLACE.split(text)[::2], key=len)
 
 

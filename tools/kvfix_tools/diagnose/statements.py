@@ -1,8 +1,8 @@
 """Read the logging statements (`statements.json`) and the checks (`checks.json`) of all known releases.
 
-A statement has the level of a log line, and the releases that log the line at a line number. A check is a raise, an
-assertion or an error log in a connector. If no known problem explains a failure, the check has the condition under
-which the code fails, and the releases that have the code. `make statements` writes both files.
+A statement has the level of a log line, and the line number of the logging call in each release. A check is a raise, an
+assertion or an error log in a connector. A check has the condition under which the code fails, and the releases that
+have the code. kvfix reports both for a failure that no known problem explains. `make statements` writes both files.
 """
 
 import json
@@ -168,7 +168,7 @@ def _releases(name: str, releases: list[str], having: set[str]) -> str:
 
 @lru_cache(maxsize=1024)
 def whole_statement(body: bytes) -> str | None:
-    """Return the line's name in `grammar` or "logged" if a release logs this text, else None."""
+    """Return the kind of line (a name in `grammar`, or "logged") if a release logs exactly this text, else None."""
     text = " ".join(body.decode("utf-8", "replace").split())
     for name, longest, pattern in _statements():
         if longest in text and pattern.fullmatch(text):

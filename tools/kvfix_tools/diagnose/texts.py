@@ -63,8 +63,8 @@ _NO_STATEMENTS = ("up", "answered_500", "recorded", *grammar.RELEASE_IN)
 class Headless(enum.IntEnum):
     """The lines without a logger's prefix that kvfix parses.
 
-    ALL: all lines, in an engine's log. WHOLE: lines that are whole messages, in a paste of messages with few other
-    lines. NONE: no lines, in documentation or another program's log, whose lines may contain words of a message.
+    ALL: all lines. The input is an engine's log. WHOLE: lines that are whole messages. The input is a paste of
+    messages with few other lines. NONE: no lines. The input is documentation or another program's log.
     """
 
     NONE = 1
@@ -135,7 +135,7 @@ class Other:
 
     @cached_property
     def is_alone(self) -> bool:
-        """True if earlier lines do not change the meaning of this line, unless a stack or a traceback is open."""
+        """True if kvfix can parse this line without earlier lines, as long as no stack and no traceback is open."""
         return not self.may_join and (self.found is None or self.found[0] != "raised")
 
     @cached_property

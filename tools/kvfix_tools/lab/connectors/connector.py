@@ -38,7 +38,7 @@ class Connector:
     #: Reads the connector's own state in the scheduler role (kvfix.connector_events.readers).
     reader: Any
     events: "RequestEvents"
-    #: The other children of a MultiConnector, if there are any.
+    #: The lab's own child of a MultiConnector, or None. `offloading`: the offloading connector, alone or as a child.
     other: "OtherConnector | None" = None
     offloading: Any = None
     _place = 0

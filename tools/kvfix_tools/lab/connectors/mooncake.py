@@ -76,7 +76,7 @@ class MooncakeSide(PairSide):
         self._host = mooncake_network.Host(self.network, self.name)
         self._host.side = self
         mooncake_network.replace(self._host)
-        #: Requests whose blocks were held for the peer. A peer that asks after the lease waits until its timeout.
+        #: Requests whose blocks were held for the peer. A peer that asks for expired blocks waits until its timeout.
         self._were_kept: set[str] = set()
         #: {transfer that the peer waits for: the transfer's entry in `reqs_need_send`}
         self._awaited: dict[str, Any] = {}
@@ -126,7 +126,7 @@ class MooncakeSide(PairSide):
         for request in self.events.model.requests.values():
             if request.is_finished():
                 self._ended.setdefault(_transfer_of(request), clock.now())
-        # Skip the check if the worker lacks requests, or if a short timeout may end requests before decode asks.
+        # Skip the check if the worker does not know all requests yet, or if requests may time out before decode asks.
         unknown = self.scheduler_side._reqs_not_processed or self.scheduler_side._reqs_need_send
         if unknown or self.network.timeout < _LONG:
             return

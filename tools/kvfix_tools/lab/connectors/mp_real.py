@@ -219,7 +219,7 @@ class RealServer(Server):
         self._end_leases()
         now = self.process.locks()
         self.events.counts["evicted_by_server"] += max(0, len(self.chunks.cache) - now["objects"])
-        # the locks of a lookup that the adapter has dropped and repeated are known to no role and count for no request
+        # If the adapter drops and repeats a lookup, no role knows the first lookup's locks. Blame no request for them.
         whose = self._whose() or (set() if self._leases else {*self._lookups, *self.storing})
         more = {what: now[what] - self._before[what] for what in ("read locks", "write locks", "lookups")}
         return {f"{what} of the server ({number})": whose for what, number in more.items() if number > 0}

@@ -137,7 +137,7 @@ class ServerProcess:
         busy_at = time.monotonic()
 
         def done() -> bool:
-            """Return True if the server is idle without locks, or idle for LINGERING s (it counts L2 stores late)."""
+            """Return True if the server is idle without locks, or idle for LINGERING s, as it counts L2 stores late."""
             nonlocal busy_at
             state.update(self.request("GET", "/status"))
             storage = state["storage_manager"]

@@ -73,7 +73,7 @@ class CacheEngine:
         self.metadata: Any = None
         #: {request: number of chunks after which the next load fails}
         self.failing: dict[str, int] = {}
-        #: Requests for which `_name` has already found the store of this step by the slots.
+        #: Requests to which `_name` has already assigned a store of this step.
         self._named: set[str] = set()
 
     def is_healthy(self) -> bool:
@@ -248,7 +248,7 @@ class V1(Connector):
         self.sockets[-1].fails = how_many
 
     def not_to_store(self, request: Any) -> str:
-        """Return why a request is not stored. `lmcache.skip_save` does not stop PD (0.5.6 vllm_v1_adapter.py:1109)."""
+        """Return why a request is not stored. PD ignores `lmcache.skip_save` (LMCache 0.5.6 vllm_v1_adapter.py:335)."""
         if self._role == "kv_consumer":
             return "this instance is a kv_consumer"
         asked = request.kv_transfer_params or {}

@@ -1,8 +1,8 @@
 """LMCache's layerwise loads and stores in the lab (`use_layerwise`), with the real `retrieve_layer` and `store_layer`.
 
 The lab replaces LMCache's storage and GPU connector. A chunk is stored when the chunk's last layer is saved. During a
-load, a slot holds garbage until its last layer is loaded. Before and after its computation, a step of the lab loads and
-saves all layers at once, whereas a real engine works layer by layer.
+load, a slot holds garbage until its last layer is loaded. A step of the lab loads all layers, computes, and then saves
+all layers. A real engine loads, computes and saves layer by layer.
 """
 
 import importlib
