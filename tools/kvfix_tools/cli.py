@@ -92,7 +92,7 @@ def run(
     audit: Annotated[float, typer.Option(help=_AUDIT)] = 0,
 ) -> int:
     """Run a program, such as `vllm serve` or `lmcache server`, with the fixes in all its processes."""
-    # The program replaces this process. `run` returns only after a failure: 2 for wrong options, else as a shell does.
+    # The program replaces this process. `run` returns only after a failure. The codes 126 and 127 are those of a shell.
     try:
         choice = Config(mode, only, skip, layers, plus, audit)
     except ValueError as error:
@@ -193,8 +193,8 @@ def attach(
 ) -> None:
     """Apply the fixes to a running engine, between two of its steps.
 
-    Exit 0: all processes have the fixes. 1: a process or a fix failed, and the output says why. 77: kvfix may not trace
-    the processes.
+    Exit 0: all processes have the fixes. 1: a process or a fix failed, and the output says why. 77: kvfix cannot trace
+    a process.
     """
     from kvfix_tools.look import attach
 
@@ -205,7 +205,7 @@ def attach(
 def detach(pid: Pid, wait: Wait = 60.0, json: Json = False) -> None:
     """Remove all fixes from a running engine.
 
-    Exit 0: no process has a fix. 1: a process failed, and the output says why. 77: kvfix may not trace the processes.
+    Exit 0: no process has a fix. 1: a process failed, and the output says why. 77: kvfix cannot trace a process.
     """
     from kvfix_tools.look import attach
 

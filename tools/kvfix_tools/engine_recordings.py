@@ -40,7 +40,7 @@ class Part(NamedTuple):
 
     @property
     def mono_at_wall_0(self) -> int:
-        """Reading of the monotonic clock at which the wall clock was 0, in nanoseconds."""
+        """The value in nanoseconds that the monotonic clock has when the wall clock is 0."""
         return int(self.recording.head.get("mono", 0)) - int(self.recording.head.get("wall", 0))
 
     @property
@@ -64,7 +64,7 @@ class Clock(NamedTuple):
 
     @classmethod
     def within(cls, ahead: int, lows: list[int], highs: list[int]) -> "Clock":
-        """Return a clock. ahead: difference of the wall clocks; if it is outside the bounds, use the nearest bound."""
+        """Return a clock. ahead: estimate by wall clocks. If the estimate is out of bounds, use the nearest bound."""
         low, high = max(lows, default=None), min(highs, default=None)
         ahead = ahead if low is None else max(ahead, low)
         return cls(ahead if high is None else min(ahead, high), low, high)
@@ -187,7 +187,7 @@ def processes(recordings: Iterable[Recording]) -> list[Recording]:
 
 
 def _answered(scheduler: Part, worker: Part, pairs: list[tuple[int, int]]) -> list[int]:
-    """Return lower bounds of `Clock.ahead`. A request that is not aborted ends after each rank has begun its load."""
+    """Return lower bounds of `Clock.ahead`. Without an abort, each rank begins the load before the request ends."""
     bounds, ended = [], dict[str, list[int]]()
     for at, entry in enumerate(scheduler.entries):
         if isinstance(entry.event, ev.Finished) and not entry.event.aborted:
@@ -230,7 +230,7 @@ def _key(event: ev.LoadDue | ev.Stored) -> tuple[str, ...]:
 
 
 def _anchors(due: list[tuple[str, ...]], started: list[tuple[str, ...]]) -> list[tuple[int, int]]:
-    """Return index pairs of equal events. If the two orders differ, return [], because the engines differ."""
+    """Return index pairs of equal events. Return [] if the orders differ: the recordings are of two engines."""
     once = {key for key, count in Counter(due).items() if count == 1}
     once &= {key for key, count in Counter(started).items() if count == 1}
     places = {key: at for at, key in enumerate(started)}

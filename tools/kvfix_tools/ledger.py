@@ -104,8 +104,8 @@ def read_outlives_lease(history: History, event: LeaseRead) -> Outcome:
 
     After the lease, another request may have the blocks. A read that ends later may load the KV of this other request.
     Each read sends a release message when it ends (nixl/pull_worker.py 0.32.0:546). If a lease times out, no release
-    message has arrived, so every read ends after the lease. In push mode, prefill writes the blocks, and a write can
-    end in the step of the timeout (push_worker.py 0.32.0:818). The rule compares no clocks, so it cannot judge pushes.
+    message has arrived, so no read has ended yet. In push mode, prefill writes the blocks, and a write can end in the
+    step of the timeout (push_worker.py 0.32.0:818). The rule compares no clocks, so it cannot judge pushes.
     """
     ended = history.lease_ended
     if ended is None or ended.expired is False:
@@ -145,7 +145,7 @@ def written_after_lease(history: History, event: WriteBegun) -> Outcome:
 
 @rule("KVR021", "lease-ends-while-written", ev.LeaseEnded)
 def lease_ends_while_written(history: History, event: ev.LeaseEnded) -> Outcome:
-    """An engine keeps blocks that it writes to its peer until the write is done, even if the lease ends."""
+    """If an engine writes blocks to its peer, it keeps the blocks until the write is done, even if the lease ends."""
     begun = _last(history, WriteBegun, WriteEnded)
     if not isinstance(begun, WriteBegun):
         return None

@@ -68,7 +68,7 @@ def make(root: Path) -> "MCPServer[Any]":
 
     @server.tool()
     async def status() -> dict[str, Any]:
-        """Show the fixes that the vLLM and LMCache installed with this server need."""
+        """Show which fixes vLLM and LMCache need, in the releases that are installed for this server's Python."""
         return await _run("status", "--json")
 
     @server.tool()

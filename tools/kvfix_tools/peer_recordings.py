@@ -2,7 +2,7 @@
 
 The `kv_transfer_params` of a decode request name the engine and the request whose blocks the decode request reads. The
 event ReadsFrom records the two names. Two facts order the events of two engines without clocks. First, a lease begins
-before the router forwards its parameters. Second, a decode request arrives before its engine sends the release message.
+before the router forwards the parameters. Second, a decode request arrives before its engine sends the release message.
 """
 
 import functools
@@ -210,7 +210,7 @@ def _first(entries: list[Entry], kind: type) -> Entry | None:
 
 
 def _end(entries: list[tuple[Part, Entry]]) -> tuple[int | None, bool | None]:
-    """Return (end of the lease by the scheduler's clock, True if the lease timed out, which only workers record)."""
+    """Return (end of the lease by the scheduler's clock, True if the lease timed out). Only workers record timeouts."""
     ends: list[tuple[Part, Any]] = [each for each in entries if isinstance(each[1].event, ev.LeaseEnded)]
     how = [entry.event.expired for part, entry in ends if not part.is_scheduler]
     expired = True if True in how else False if how and all(each is False for each in how) else None

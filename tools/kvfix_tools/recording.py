@@ -38,7 +38,7 @@ class Recording(NamedTuple):
 
 
 def read(path: Path) -> Recording:
-    """Read one file. Raise OSError. Raise ValueError with the wrong line if this kvfix did not write the file."""
+    """Read one file. Raise OSError if this fails, ValueError if the content is not a recorder file of this SCHEMA."""
     _check_size("the file", path.stat().st_size)
     return parsed(str(path), path.read_bytes().splitlines())
 

@@ -26,12 +26,12 @@ DISTS = ("lmcache", "vllm")
 _PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (39, 35, 34, 31, 28, 27, 24, 17)]
 _PYTHON = "3.12"
 _LIMIT = 1800  # Time limit of one download in seconds. vLLM's wheel has several hundred megabytes.
-#: Changes of a function, the worst first. A row shows the worst change of a fix. `unknown`: kvfix cannot compare.
+#: Changes of a function, worst first. A row has the worst change of a fix's functions. `unknown`: kvfix cannot tell.
 CHANGES = ("unknown", "changed", "unchanged")
 
 
 class ReleasedRow(NamedTuple):
-    """A fix and its worst change (CHANGES) since the newest release that kvfix knows. verdict: as in `kvfix status`."""
+    """A fix. change: worst change of its functions since the newest known release. verdict: as in `kvfix status`."""
 
     code: str
     slug: str

@@ -21,7 +21,7 @@ KINDS = {
     "list[str]": "a list of text",
     "dict": "a mapping",
 }
-#: {True for the in-process connector, else False: (LMCache's modules, vLLM's module) that read the connector's keys}
+#: The modules that read a connector's keys. {is the connector in-process: (modules of LMCache, module of vLLM)}
 READERS = {
     True: (("vllm_v1_adapter", "lmcache_connector_v1"), "lmcache_connector"),
     False: (

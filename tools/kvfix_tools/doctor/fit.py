@@ -25,7 +25,7 @@ class _Import(NamedTuple):
 
 
 def misfits(start: tuple[Package, str], other: Package) -> list[Misfit]:
-    """Return the failing imports and calls of `other` in a package. start: (package, module at which to begin)."""
+    """Find where a package imports or calls `other` in a way that fails. start: (package, module at which to begin)."""
     package, first = start
     found, seen, waiting = list[Misfit](), set[str](), [first]
     while waiting:

@@ -52,7 +52,7 @@ else:
     os.rename(answer, token + ".answer")
 """
 #: After a timeout, the call stays in the queue, so kvfix replaces the script by this code. The code clears the path in
-#: the page and removes the script. A later `run` that has replaced the script meanwhile notices both changes.
+#: the page and removes the script. If the code runs during a later `run`, that `run` sees this and makes a new script.
 _GIVEN_UP = f"import ctypes, os; ctypes.memset({_PAGE}, 0, 1); os.unlink({{script!r}})"
 
 

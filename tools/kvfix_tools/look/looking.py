@@ -80,7 +80,7 @@ def engine_of(pid: int) -> list[Process]:
 
 
 def with_vllm(tree: list[Process], pid: int) -> list[Process]:
-    """Return the processes that have loaded vLLM or LMCache, but not kvfix's own process. Do not stop any process."""
+    """Return the processes that have loaded vLLM or LMCache, but not kvfix's own process. kvfix stops none of them."""
     # A process with PyTorch alone counts if it is the process `pid`, or if its parent or child has vLLM or LMCache.
     tree = [each for each in tree if each.pid != os.getpid()]
     maps = {each.pid: processes.proc_text(each.pid, "maps") for each in tree}
@@ -107,7 +107,7 @@ def why_none(pid: int) -> str:
 
 
 def _root(pid: int) -> int:
-    """Return the engine's first process: the nearest ancestor that neither vLLM nor multiprocessing has started."""
+    """Return the engine's first process: climb from `pid` over all processes that vLLM or multiprocessing started."""
     try:
         process = psutil.Process(pid)
         while (parent := process.parent()) is not None and parent.pid > 1:

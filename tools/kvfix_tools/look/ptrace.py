@@ -1,8 +1,8 @@
 """Stop a thread of another process for a tenth of a millisecond to call C functions in the thread (x86-64, aarch64).
 
 ptrace stops only this thread, and sends no signal to it. After a call, kvfix restores all registers, even the vector
-registers, because the thread may be inside a computation. kvfix writes only a return address below the thread's stack.
-At this address, the process's code has a breakpoint instruction, so the thread stops when the C function returns.
+registers, because the thread may be inside a computation. A C function returns to a breakpoint instruction in the
+process's code, so the thread stops then. In memory, kvfix writes only this return address, below the thread's stack.
 
 If the tracing process died during a call, the breakpoint would end the traced process. So kvfix forks a tracing process
 for each call. The tracing process completes the call even if the user ends kvfix.
@@ -59,7 +59,7 @@ class Machine(NamedTuple):
     flags: int
     number: int  # register with the number of a system call
     called: tuple[int, ...]  # registers with the arguments of a system call
-    forgets: bool  # True if the number -1 stops the kernel from restarting an interrupted system call
+    forgets: bool  # True: -1 in the register `number` keeps the kernel from restarting an interrupted system call
     returns: int | None  # the return address; None if it is on the stack
     vectors: int  # the register set with all vector registers
     trap: re.Pattern[bytes]  # the breakpoint instruction

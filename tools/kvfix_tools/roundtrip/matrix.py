@@ -22,7 +22,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "skip": ("none", "part", "chunk"),
 }
 PRIME = 211
-#: Minimum bytes of K in each layer: more than the 4 KiB to which LMCache's layerwise connector rounds up a K buffer.
+#: Minimum bytes of K in each layer. LMCache's layerwise connector allocates multiples of 4 KiB in a one-layer buffer.
 LEAST = 8192
 Axes = dict[str, tuple[str, ...]]
 

@@ -52,7 +52,7 @@ def find(region: Region, wrong: list[WrongWords], stage: str, source: bool = Fal
 
 
 def classify(region: Region, wrong: WrongWords, source: bool) -> torch.Tensor:
-    """Return a tensor [n]: the index in CLASSES of each wrong word. If several match, the last call of `name` wins."""
+    """Return the index in CLASSES of each wrong word [n]. If several classes match, the last call of `name` wins."""
     expected, number = Identity.of(wrong.expected), decode(wrong.found, region.seed)
     held, known = Identity.of(number), _known(region, number)
     kinds = torch.full_like(wrong.found, CLASSES.index("unknown"))
@@ -134,7 +134,7 @@ def _known(region: Region, numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(region: Region, wrong: WrongWords) -> torch.Tensor:
-    """Return True for each wrong word in which a word with a valid identity begins at one of the bytes 1 to 7."""
+    """Return True for each wrong word if a valid word begins 1 to 7 bytes after the wrong word begins."""
     next_one = (wrong.address + 1).clamp(max=len(region.words) - 1)
     behind = region.words[next_one.to(region.words.device)].cpu()
     found = torch.zeros_like(wrong.found, dtype=torch.bool)

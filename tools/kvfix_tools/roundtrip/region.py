@@ -1,4 +1,4 @@
-"""Regions: memory with known words, which is the KV cache or the host buffers. Each tensor is between guard bands."""
+"""A region is memory with known words: the KV cache or the host buffers. Each tensor is between two guard bands."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -123,7 +123,7 @@ def make(
     name: str, geometry: Geometry, axes: tuple[str, ...], parts: Sequence[tuple[dict[str, int], int | None]],
     device: torch.device, seed: int,
 ) -> Region:  # fmt: skip
-    """Make a region. parts: (sizes, first token) of each tensor. If `layer` is no axis, make these for each layer."""
+    """Make a region. parts: (sizes, first token) of each tensor. If `layer` is no axis, repeat the parts per layer."""
     sections, at = [], BAND
     layers: list[dict[str, int]] = [{}] if "layer" in axes else [{"layer": number} for number in range(geometry.layers)]
     for sizes, token in parts:

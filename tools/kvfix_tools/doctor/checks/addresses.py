@@ -134,7 +134,7 @@ def server(setup: Setup) -> Iterator[Line]:
 
 @check("remote-store")
 def remote_store(setup: Setup) -> Iterator[Line]:
-    """The store in remote_url answers on its port (lm, redis and valkey), and its Redis takes commands."""
+    """The store in remote_url (lm, redis or valkey) answers on its port. A Redis store also accepts commands."""
     for name, url in _reached(setup):
         at = servers.address(url)
         if name != "remote_url" or at.port is None or at.host in _ANY or not resolves(at.host):

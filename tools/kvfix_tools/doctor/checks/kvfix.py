@@ -11,7 +11,7 @@ from kvfix_tools.doctor.setup import Setup
 
 @check("plugins")
 def plugins(setup: Setup) -> Iterator[Line]:
-    """Checks that VLLM_PLUGINS, if it is set with KVFIX, names kvfix. vLLM loads only the plugins named there."""
+    """If KVFIX and VLLM_PLUGINS are set, VLLM_PLUGINS names kvfix. vLLM loads only the plugins in VLLM_PLUGINS."""
     listed = setup.environment.get("VLLM_PLUGINS")
     mode = setup.environment.get("KVFIX", "")
     if listed is None or not mode or mode.startswith("off"):

@@ -87,7 +87,7 @@ def parallel(setup: Setup) -> Iterator[Line]:
 
 
 def _context(setup: Setup, context: int) -> Iterator[Line]:
-    """Check decode context parallelism. An LMCache without it stores nothing (vllm_v1_adapter.py 0.5.6:1158-1170)."""
+    """Check decode context parallelism. Without support, LMCache stores nothing (vllm_v1_adapter.py 0.5.6:1159)."""
     for connector in setup.lmcache_connectors if context > 1 and setup.lmcache else ():
         module = "vllm_v1_adapter" if connector.is_v1 else "lmcache_mp_connector"
         is_copy = connector.is_mp and setup.environment.get("LMCACHE_USE_UPSTREAM_MP")

@@ -173,7 +173,7 @@ def deprecated(setup: Setup) -> Iterator[Line]:
 
 @check("environment-converted")
 def converted(setup: Setup) -> Iterator[Line]:
-    """LMCache can convert every variable if LMCACHE_CONFIG_FILE is also set. KVD900 shows the error."""
+    """With LMCACHE_CONFIG_FILE, LMCache has a converter for every LMCACHE_* variable that is set (error: KVD900)."""
     for each in setup.settings if setup.config_file[0] else ():
         definition = setup.definitions.known.get(each.name)
         if each.source == ENVIRONMENT and definition is not None and not definition.converted:
@@ -186,7 +186,7 @@ def converted(setup: Setup) -> Iterator[Line]:
 
 @check("settings-read")
 def who_reads(setup: Setup) -> Iterator[Line]:
-    """No setting of the in-process connector is set if only the multi-process connector is used, which ignores them."""
+    """If only the multi-process connector is used, no setting is set that only the in-process connector reads."""
     unread = sorted(each.spelled for each in setup.settings if each.name in setup.definitions.known)
     if setup.mp and not setup.v1 and unread:
         what = f"{setup.mp.name} does not read {', '.join(unread)}, which only the in-process connector reads"

@@ -59,7 +59,7 @@ class CudaStream:
 
 class TorchCopy(Transfer):
     def __init__(self, check: CellCheck, tokens: int = 0) -> None:
-        """tokens: number of tokens for which to make host buffers; 0 for the number of the cell."""
+        """tokens: make host buffers for this number of tokens. 0: make them for all tokens of the cell."""
         self.block, self.chunk, device = check.geometry.block, int(check.cell.chunk), check.device
         self.host: Region = check.host(HOST, tokens)
         self.operations = f"torch {torch.__version__}: index, index_put_, copy_ on {device.type}"
