@@ -38,7 +38,7 @@ class Outcome(NamedTuple):
     also: list[str]
 
     def __str__(self) -> str:
-        text = f"stuck: {self.stuck}" if self.stuck else "it moves"
+        text = f"stuck: {self.stuck}" if self.stuck else "not stuck"
         return f"{text}; {self.ended} of {self.requests} requests end" + "".join(f"; {each}" for each in self.also)
 
 
@@ -147,7 +147,7 @@ class _Builder:
         if engine.ranks > 1:
             self.differs.append(f"the lab plays one rank, not {engine.ranks} ranks")
         self.names = [row["id"] for row in self._rows]
-        # the number of a prompt is also the priority of its request
+        # a request's number is the seed of its prompt, and also its priority
         order = sorted(self._rows, key=lambda row: (row["priority"], -row["arrived"]))
         self._numbers = {row["id"]: number for number, row in enumerate(order)}
 
@@ -172,7 +172,7 @@ class _Builder:
         self._until(lambda: not self.lab.connector.busy())
         others = self.lab.free() - self._state["pool"]["free"]
         if others > 0:
-            self.differs.append(f"{others} blocks belong to no request in the lab, which never frees these blocks")
+            self.differs.append(f"{others} more blocks are free in the lab than in the state: the lab takes them")
             self._do("take_blocks", others)
         for row in self._rows:
             has, was = (done(row["id"]), len(blocks(row["id"]))), (row["computed"], row["blocks"])

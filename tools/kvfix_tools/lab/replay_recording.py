@@ -21,7 +21,7 @@ from kvfix_tools.lab.steps import prompt
 
 #: {class name of a connector: its name in the lab}. A recorder file has only the class names of connectors.
 KINDS = {"LMCacheConnectorV1": "v1", "LMCacheMPConnector": "mp", "LMCacheMPConnectorUpstream": "mp-in-tree"}
-#: ENDLESS: max_tokens of a request until the event of its end. MOST_STEPS: maximum steps for one event.
+#: ENDLESS: max_tokens of a request until its event Finished. MOST_STEPS: maximum steps for one event.
 ENDLESS, MOST_STEPS = 1 << 14, 2000
 
 

@@ -5,8 +5,8 @@ this noise with controls. A *control* is the difference between two answers to t
 first answer without cached KV, and the second answer with its own prefix cache. A control uses no KV of the connector.
 
 The run assumes that right KV from the connector causes differences with the same distribution as the controls. Under
-this assumption, the error rates below are exact bounds, because each order of the differences and controls by size is
-equally likely. A difference counts only above `MARGIN` times the largest control. So the bounds also hold if right KV
+this assumption, every ranking of the differences and controls by size is equally likely. So the error rates below are
+exact bounds. A difference counts only above `MARGIN` times the largest control. So the bounds also hold if right KV
 causes differences that are larger than controls by up to this factor.
 """
 
@@ -89,7 +89,7 @@ class Judge(NamedTuple):
         return above > 0 and chance < FALSE_ALARMS / 2
 
     def needed(self, compared: int) -> int:
-        """Return how many of `needed + SPARE` fresh prompts must differ to confirm one of `compared` differences."""
+        """Return N: of N + SPARE fresh prompts, N must differ to confirm one of `compared` differences."""
         needed = 1
         while compared * _second(needed, len(self.controls)) > FALSE_ALARMS / 2:
             needed += 1

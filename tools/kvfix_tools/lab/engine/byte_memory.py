@@ -1,7 +1,7 @@
 """The memory of a rank as bytes, and copies in flight, for connectors that copy bytes between addresses.
 
 A copy takes several steps of the engine. If a piece of the source changes before the copy ends, the copy writes garbage
-to the target. So the lab finds an engine that lets other requests write to the source too early.
+to the target. So the lab detects if other requests write to the source too early.
 """
 
 import ctypes

@@ -88,7 +88,7 @@ def stored_objects(options: Options, windows: Sequence[int] = ()) -> list[Stored
 
 
 def page_bytes(options: Options) -> int:
-    """Return how many bytes of one layer the largest block of any KV group has."""
+    """Return the number of bytes that the largest block of all KV groups has in one layer."""
     return options.block_size * options.window_blocks * byte_memory.SLOT
 
 

@@ -15,7 +15,7 @@ from kvfix_tools.lab.engine.counts import Counts
 from kvfix_tools.lab.engine.model import Model
 from kvfix_tools.lab.options import Options
 
-#: A request is stuck if it waits this many steps for a load that is not in flight. Late reports of loads come earlier.
+#: A request is stuck if it waits this many steps for a load that is not in flight. A late report takes fewer steps.
 STUCK = 8
 #: Seconds that LMCache waits for a lookup (lookup_timeout_ms).
 LOOKUP_TIMEOUT = 3.0
@@ -138,7 +138,7 @@ class RequestEvents:
         return Finding(rule.code, rule.name, "violated", request, message, event)
 
     def wrap_hooks(self, connector: Any) -> None:
-        """Wrap two hooks of this connector to record the calls. The wrapped hooks include the fixes of kvfix."""
+        """Wrap two hooks of this connector to record the calls. The recorded results are those with kvfix's fixes."""
         ask, grant = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
 
         def asked(request: Any, computed: int) -> Any:
@@ -281,7 +281,7 @@ class RequestEvents:
     def stored(self, name: str, tokens: list[int], start: int, end: int, rank: int = 0) -> None:
         """Check a rank's store, and record stores of rank 0. Tokens of a hit count as cached even if their load failed.
 
-        If stores skip cached chunks, record no store of an ended request, as no event has the tokens of its last step.
+        If stores skip cached chunks, record none of an ended request: no event has its last step's accepted drafts.
         """
         request = self.model.requests[name]
         if not rank:

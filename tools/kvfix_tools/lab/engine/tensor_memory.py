@@ -27,7 +27,7 @@ class TensorMemory:
 
     def __init__(self, config: KVCacheConfig) -> None:
         self.kv_caches: dict[str, torch.Tensor] = allocate_kv_cache(config, torch.device("cpu"), KVCacheLayout.LBHNC)
-        # all KV groups share the same bytes, so the arrays of the first KV group's layers cover all layers
+        # layer i of each KV group uses the same bytes as layer i of the first KV group (allocate_kv_cache)
         names = config.kv_cache_groups[0].layer_names
         self._arrays = [self.kv_caches[name].numpy() for name in names]
         elements = self._arrays[0].shape[-1]

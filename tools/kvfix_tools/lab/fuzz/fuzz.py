@@ -50,7 +50,7 @@ def play(schedule: Schedule, end: int = 4000) -> Played:
 
 
 def played(engines: Any, plays: Callable[[Any, Schedule, int], Any], schedule: Schedule, end: int) -> Played:
-    """Play a schedule with `plays`, which returns the number of steps, or None for all steps of `engines`."""
+    """Play a schedule with `plays`. If `plays` returns a number of steps, use it instead of `engines.steps`."""
     steps = None
     with reported() as reports, suppress(EngineDied):  # the error is in a finding
         steps = plays(engines, schedule, end)

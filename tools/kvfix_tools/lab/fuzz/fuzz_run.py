@@ -114,8 +114,8 @@ class Run(msgspec.Struct, frozen=True):
     def not_as_released(self, schedule: Schedule, violations: list[Finding]) -> list[Finding]:
         """If only one engine has fixes, return only the violations that do not appear without fixes.
 
-        Return none if the schedule also has violations without fixes. A fix changes when requests end, so a bug may hit
-        another request. So also leave out each violation that appears without fixes if one step is removed.
+        Return none if the schedule also has violations without fixes. With a fix, requests end in other steps, so a bug
+        may hit another request. So also leave out each violation that appears without fixes if one step is removed.
         """
         if not violations or self.fixes_in == "both" or not self.fixes:
             return violations

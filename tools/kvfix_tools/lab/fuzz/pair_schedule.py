@@ -116,7 +116,7 @@ def _step(rng: Random, kind: str, number: int, options: Options, room: int, plai
     engine = rng.choice(_ENGINES)
     if kind in ("ask", "ask_at_once", "ask_decode"):
         tokens = drawn_options.drawn_length(rng, room, block)
-        # with KVF353 prefill leaves out the last prompt token. After a prompt of one token, let prefill generate one
+        # KVF353 makes prefill leave out the last prompt token. For a prompt of one token, generate only one token
         more = 1 if options.windows and tokens == 1 else 20
         generated = (rng.choice((1, 1, 1, more)),) if kind != "ask_decode" and not plain else ()
         return (kind, f"r{number}", rng.randrange(3), tokens, rng.choice((1, 2, 5, 20, 30)), *generated)

@@ -373,7 +373,7 @@ class Neighbours(Engines):
         self.engines = first, Neighbour(options, "second", first.caches)
 
     def of(self, number: int, step: tuple[Any, ...]) -> tuple[Neighbour, ...]:
-        """Return one engine, by the request's number or else by `number`. For some steps, return both or none."""
+        """Return the engines that make this step: both, none, or one by the request's number or by `number`."""
         kind = step[0]
         if kind in ("step", "new_weights"):
             return self.engines if kind == "step" else ()  # new weights must reach both engines at the same time

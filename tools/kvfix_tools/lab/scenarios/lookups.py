@@ -51,7 +51,7 @@ SCENARIOS = {
         needs={"lmcache": ">=0.3.11"},  # in 0.3.10 the engine dies when the request resumes
     ),
     "async-given-up-of-one-rank": scenario(
-        # The load begins after the second rank answers the second lookup, and the first rank answers the third lookup.
+        # Before the load begins, the second rank answers the second lookup, and the first rank answers the third one.
         [do.stored_elsewhere(prompt(256)), do.lookups_fail(1), do.admit("r", prompt(300), max_tokens=5)],
         [TIMED_OUT, do.preempt("r"), do.reset_prefix_cache()],
         do.step(),  # match(0): the lookup is sent, and answered by both ranks
@@ -132,7 +132,7 @@ SCENARIOS = {
         # chunk. The next step computes one more token, so all 21 blocks of the 336 tokens are full and stay in the
         # prefix cache when the request is preempted. While too few blocks are free, vLLM asks in every step. A lookup
         # answers the first call with 0. The lookup cache answers the later calls.
-        # "other" has 637 of the 659 usable blocks, which are full after its third token, and generates six tokens.
+        # "other" has 637 of the 659 usable blocks. The 637 blocks are full after the third of its six generated tokens.
         [do.admit("other", prompt(10190, seed=1), max_tokens=6), do.step()],
         [do.admit(LONG, prompt(10009, seed=2), max_tokens=2), do.budget(1 + 336), do.step(), do.budget(1 + 1)],
         do.step(),  # the long request gets its 22nd block, the last free one
@@ -160,7 +160,7 @@ SCENARIOS = {
         [do.store("before", prompt(600)), do.keep_blocks(0), do.admit("r", prompt(600), max_tokens=2), do.step()],
         [do.abort("r"), do.step(), do.free_blocks()],
         do.admit("r", prompt(700, seed=5), max_tokens=2),  # another prompt, without a cached chunk
-        doc="A request with the id of an aborted one gets its hit: LMCache promises KV that it does not have.",
+        doc="A request reuses the id of an aborted request: LMCache promises the hit of the aborted request.",
         shows="LAB002",
         wrong={"lmcache": ">=0.3.9,!=0.4.5,!=0.4.6,!=0.4.7,!=0.5.0"},
     ),

@@ -70,7 +70,7 @@ SCENARIOS: dict[str, Any] = {
         [do.serve("before", prompt(140)), do.settle(), do.evict(8)],  # LMCache loses the prompt, vLLM keeps it
         [do.serve("r", prompt(270)), do.settle(), do.expect_stored("r")],
         shows="LAB004",
-        doc="vLLM has a prefix that LMCache lacks: as many tokens at the end of the prompt are never stored.",
+        doc="vLLM has N prefix tokens that LMCache lacks: the last N tokens of the prompt are never stored.",
         wrong=">=0.4.5,<0.5.6",
     ),
     "mp-ended-ids-kept": mp_scenarios(
@@ -127,7 +127,7 @@ SCENARIOS: dict[str, Any] = {
         do.step(4),  # one step with the lookup, then three steps that ask again without enough blocks
         do.free_blocks(),
         shows="KVR007",
-        doc="Each poll of a waiting request counts its hit again as stored: no token after the hole is hit.",
+        doc="Each poll of a waiting request counts its hit again as stored: the next tokens are never stored.",
         wrong=">=0.4.5,<0.5.6",
     ),
     "mp-lookup-for-nothing": mp_scenarios(

@@ -149,7 +149,7 @@ SCENARIOS = {
     "nixl-push-before-all-registered": push(
         [do.fail("handshake", 1), do.ask_at_once("r", prompt(64))],
         shows="KVR022 of a request that does not wait",
-        doc="One of two decode ranks cannot connect and fails the load: prefill still writes to it.",
+        doc="One of two decode ranks cannot connect and fails the load: prefill still writes to this rank.",
         options=PUSH(peer_ranks=2, kv_heads=2, extra=SOON),
         not_in_hooks=REQUEST,
     ),
@@ -164,7 +164,7 @@ SCENARIOS = {
     "nixl-push-engines-wait-for-each-other": push(
         [do.router_takes(10), do.ask("r", prompt(64)), do.step(3), do.ask_at_once("s", prompt(64, seed=1))],
         shows="LAB003 is WAITING",
-        doc="Prefill waits for decode's blocks for one request, and decode for prefill's blocks for another request.",
+        doc="Prefill waits until decode has blocks for one request. Decode waits until prefill has blocks for another.",
         options=PUSH(num_blocks=7, extra=SOON),
     ),
     "nixl-push-heartbeat-refuses-peer": push(

@@ -136,7 +136,7 @@ SCENARIOS = {
         # In the fourth step, LMCache's tracker looks for tokens 384 to 512 in the blocks of tokens 256 to 384.
         [do.admit("preempted", prompt(520)), do.step(), do.preempt("preempted")],
         [do.run(), do.reset_prefix_cache(), do.admit("r", prompt(520))],
-        doc="LMCache takes blocks of other tokens for the last tokens of a resumed request, and stores their KV.",
+        doc="For the last tokens of a resumed request, LMCache reads wrong blocks, and stores KV of other tokens.",
         shows="LAB001 the step reads token 384 of",
         # in earlier releases the stored chunks also lack tokens, and are never hit (KVF002)
         wrong={"lmcache": ">=0.3.11"},
