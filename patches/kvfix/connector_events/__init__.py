@@ -25,7 +25,7 @@ from kvfix.session import session
 from kvfix.wrapping import after
 
 KEY = "connector events"
-#: Key of the audit's wrapper. AUDIT sorts before KEY, so that the wrapper of KEY is outside and records the new answer.
+#: Key of the audit's wrapper. AUDIT sorts before KEY, so KEY's wrapper is outside, and records the audit's answer.
 AUDIT = "audit"
 #: Attribute of a connector: its WatchedConnector.
 _HELD = "_kvfix_watched"
@@ -77,7 +77,7 @@ def watch_class(connector_class: type) -> None:
 
 
 def _around(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a hook or a function of the scheduler. Record the events and exceptions of each call, and its thread."""
+    """Wrap a hook or a function of the scheduler. Record the thread, the events and the exception of each call."""
     is_scheduler = name in _SCHEDULER
     # Names of the WatchedConnector methods that run before and after the hook; "" if there is no method.
     before, then = (each if hasattr(WatchedConnector, each) else "" for each in (f"before_{name}", f"after_{name}"))

@@ -67,7 +67,7 @@ class Nixl(_Peer):
     _PEER_REQUEST = "remote_request_id"
 
     def lease(self, answer: Any) -> float | None:
-        """Return the lease in seconds. Decode has a lease too, for the next turn (pull_scheduler.py 0.32.0:250)."""
+        """Return the lease in seconds. Decode, too, leases blocks to prefill (pull_scheduler.py 0.32.0:250)."""
         to_decode = (answer[1] or {}).get("do_remote_prefill", True)
         return getattr(self._scheduler, "_kv_lease_duration" if to_decode else "decoder_kv_blocks_ttl", None)
 
@@ -103,7 +103,7 @@ class Mooncake(_Peer):
 
     relative = True
     _SCHEDULER = ("_reqs_need_recv", "_reqs_need_send")
-    _PEER_REQUEST = "transfer_id"  # from the router, for both instances
+    _PEER_REQUEST = "transfer_id"  # the router gives both instances the same id
 
     def _received(self, metadata: Any) -> Iterable[tuple[str, Any]]:
         return (item for of_engine in metadata.reqs_to_recv.values() for item in of_engine.items())
@@ -179,7 +179,7 @@ def _get_finished(worker: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
         vars(worker)[_HELD].expired |= unsent & answer[0]
 
 
-#: {method that only workers of NIXL, or only workers of Mooncake, have: {method of this worker: wrapper}}
+#: {method by which kvfix recognizes a worker of NIXL or Mooncake: {method of this worker: wrapper}}
 _WRAPPERS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "_reap_expired_send_leases": {
         "_reap_expired_send_leases": around(_reap_expired_send_leases, _is_watched),

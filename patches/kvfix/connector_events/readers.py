@@ -116,7 +116,7 @@ def span(blocks: Any, sizes: Sequence[int]) -> tuple[int, int]:
 class SimpleOffload(Reader):
     """vLLM's SimpleCPUOffloadConnector (v1/simple_kv_offload/manager.py 0.32.0).
 
-    The metadata list the blocks of all requests together. So kvfix reads each request's tokens from the scheduler's
+    The metadata does not say which request has a block. So kvfix reads each request's tokens from the scheduler's
     manager. kvfix does not know the request of a store if the request has ended, or with `lazy_offload`.
     """
 

@@ -118,7 +118,7 @@ class Watchdog:
                 if request.status.name not in of_others and not request.status.name.startswith("FINISHED"):
                     computed[request.request_id] = request.num_computed_tokens
         went_on = any(computed.get(name) != tokens for name, tokens in self._computed.items())
-        computing = steps == self._steps and _is_with_workers(calls)  # if steps go on, workers answer without progress
+        computing = steps == self._steps and _is_with_workers(calls)  # after a new step, the workers have answered
         self._computed, self._steps = computed, steps
         return not computed or paused or went_on or computing
 
@@ -142,7 +142,7 @@ class Watchdog:
         return True
 
     def _look(self) -> tuple[Look, list[dict[str, Any]]]:
-        """Return the states of all processes, and the stacks of the others. Retry while the scheduler is in a step."""
+        """Return the states of all processes, and the stacks of other processes. Retry during a scheduler's step."""
         held, same = (), 0
         for _ in range(_TRIES):
             inside = _inside(calls := _calls())
@@ -162,7 +162,7 @@ def _calls() -> list[Call]:
 
 
 def _inside(calls: list[Call]) -> tuple[Any, ...]:
-    """Return the hook in which the main thread is or, before the first step, its call that starts LMCache; else ()."""
+    """Return the main thread's hook. Before the first step, also accept a call that starts LMCache. Else return ()."""
     main = threading.main_thread().ident
     for watched in recorder.connectors():
         running = (watched.running or {}).get(main or 0)

@@ -23,7 +23,7 @@ from kvfix.session import session
 if TYPE_CHECKING:
     from kvfix.connector_events.audit import Audit
 
-#: kvfix checks a request for leaks this long after its end, when its transfers and lookups have ended.
+#: kvfix checks an ended request for leaks after STEPS steps and SECONDS seconds. By then, transfers usually have ended.
 STEPS, SECONDS = 32, 3.0
 #: The metadata should list a load in the step after vLLM allocated the load's blocks. kvfix waits PATIENCE steps.
 PATIENCE = 8
@@ -302,7 +302,7 @@ class WatchedConnector:
             self._unanswered.discard(oldest)
 
     def _look_for_leaks(self) -> None:
-        """Check each ended request that is due for leaks. `_ended` is in order of time: the oldest request is first."""
+        """Check ended requests for leaks after STEPS steps and SECONDS seconds. In `_ended` the oldest comes first."""
         now = clock.now()
         while self._ended:
             name, (at_step, at, pinned) = next(iter(self._ended.items()))

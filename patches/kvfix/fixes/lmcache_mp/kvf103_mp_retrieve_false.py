@@ -44,7 +44,7 @@ def _failed(adapter: Any, answer: Any, request_id: str, *_: Any, **__: Any) -> A
     return answer
 
 
-# If the server does not answer, no load starts, and LMCache has already reported the blocks.
+# The fix acts only on started loads. If the worker is unhealthy, LMCache starts no load and reports the blocks itself.
 @fix_after(when=lambda adapter, answer, request_id, *_, **__: request_id in adapter.retrieve_futures, on_fault=_failed)
 def fix(adapter: Any, answer: Any, request_id: str, *_: Any, **__: Any) -> None:
     future, blocks = adapter.retrieve_futures[request_id]
@@ -54,7 +54,7 @@ def fix(adapter: Any, answer: Any, request_id: str, *_: Any, **__: Any) -> None:
 def shows_bug(hook: Any, module: Any) -> bool:
     """Let a load of two blocks fail, and call the function that reads the result. The bug reports no block."""
     failed = stubs.Stub(query=lambda: True, wait=lambda timeout=None: True, result=lambda timeout=None: False)
-    failed.to_cuda_future = lambda: failed  # up to 0.4.5 the hook sends the request itself
+    failed.to_cuda_future = lambda: failed  # up to 0.4.5 the hook calls to_cuda_future
     adapter = _mp.worker_side(
         lazy_offload=True, request_telemetry=stubs.Nothing(), mq_client=stubs.Stub(submit_request=lambda *_: failed),
         transfer_ctx=stubs.Stub(submit_retrieve=lambda *_, **__: failed),

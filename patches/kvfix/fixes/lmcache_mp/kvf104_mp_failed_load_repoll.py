@@ -8,8 +8,8 @@ Cause: vLLM resets the request to zero computed tokens and calls `get_num_new_ma
 READY and keeps the hit, so the function promises the hit again (lmcache_mp_connector.py 0.5.4:777). But
 `update_state_after_alloc` starts a load only if the tracker is PREFETCHING (0.5.4:852).
 
-LMCache 0.5.5 recognizes a request whose load has failed, and promises 0 tokens. LMCache 0.5.6 does not recognize a
-preempted request, because LMCache gives it a new tracker (0.5.6:1833), and repeats lookup and load for ever.
+LMCache 0.5.5 recognizes a request whose load has failed, and promises 0 tokens. LMCache 0.5.6 gives a preempted
+request a new tracker (0.5.6:1833). So LMCache does not recognize the request, and repeats lookup and load for ever.
 
 Fix: If a request was admitted with a hit, has not run since, and has no computed tokens, its load has failed. Before
 `get_num_new_matched_tokens`, the fix then gives the request a new tracker without a hit. So vLLM computes the request,
@@ -32,7 +32,7 @@ def fix(module: Any) -> Wrapper:
         tracker = connector.request_trackers[request.request_id]
         if (
             request.num_computed_tokens
-            or tracker.num_scheduled_tokens  # the request has run, so it was preempted, and its load worked
+            or tracker.num_scheduled_tokens  # the request has run since, so its load did not fail
             or not _mp.tokens(tracker, "num_lmcache_hit")
             or (bypasses and request.status != preempted)
         ):

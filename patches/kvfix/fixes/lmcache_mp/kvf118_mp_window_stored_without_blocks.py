@@ -8,8 +8,8 @@ block list has null block 0 in place of the blocks before the window. vLLM frees
 LMCache's tracker has its own list for later stores, and only adds blocks to this list (`slice_block_ids_per_group`,
 v1/multiprocess/group_view.py 0.5.6:180). The tracker's list is wrong in two cases:
 
-- vLLM has a prefix hit on tokens that LMCache has evicted (up to 0.5.5, on any tokens that LMCache does not have). The
-  blocks of these tokens in the tracker's list are null blocks.
+- vLLM has a prefix hit on tokens that LMCache does not have (in 0.5.6, only on tokens that LMCache has evicted). The
+  tracker's list then has null blocks for these tokens.
 - A failed load has set the tracker's hit to 0 (lmcache_mp_connector.py 0.5.6:1288). LMCache then stores a chunk late,
   when other requests already have the chunk's blocks.
 

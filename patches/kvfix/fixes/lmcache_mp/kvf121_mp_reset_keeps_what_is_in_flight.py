@@ -8,8 +8,8 @@ returns True. A chunk of a store in flight has a lock. When the store is done, K
 The lookup of a waiting request also locks the chunks that it finds. LMCache loads these chunks after the reset.
 
 Fix: `reset_cache` returns False if vLLM still has requests that run, wait, or have ended with a store in flight. Call
-`reset_prefix_cache` again when the requests have ended. Empty the L2 of a server (`--l2-adapter`) yourself, because
-LMCache never clears the L2 (v1/distributed/storage_manager.py:1244-1255), and `reset_cache` still returns True.
+`reset_prefix_cache` again when the requests have ended. LMCache never clears the L2 of a server (`--l2-adapter`,
+v1/distributed/storage_manager.py:1244-1255), and `reset_cache` does not report this. Empty the L2 yourself.
 - Releases: LMCache 0.5.6. Earlier releases and vLLM's copy of the connector have no `reset_cache` (see KVF029).
 - Remove when: The server drops chunks that were in use during a reset, as soon as they are free.
 """

@@ -10,13 +10,13 @@ of all KV groups in the object are null (`all_null_chunk_masks`, modules/lmcache
 default one object has all KV groups, and the blocks of attention are never null. So the server stores a null block.
 
 Fix: With the fix, the server also leaves out an object if the chunk's last block is null in any KV group of the object.
-The last block matters, because it is the only stored block of a state, and the end of a sliding window.
+The server stores only this block of a state, and each hit that reads a window in the chunk reads this block too.
 
 Start the server with the fix: `kvfix run -- lmcache server ...`. The engines do not need the fix. Delete the files of
 the server's L2 adapters first, because chunks that were stored wrong stay wrong. With `--separate-object-groups` hits
 are longer. Without this option all KV groups are in one object, so a hit ends before the first chunk without a state.
-- Releases: LMCache 0.5.4 to 0.5.6. Earlier servers refuse to store two blocks of one step for these models.
-- Remove when: The server stores no chunk with a null block in a part that a hit reads.
+- Releases: LMCache 0.5.4 to 0.5.6. With these models, earlier servers refuse a store if one step has filled two blocks.
+- Remove when: The server stores no chunk from which a hit would load a null block.
 """
 
 from kvfix.fixes.api import AT_START, MP_SERVER_TRANSFER, Any, Fix, fix_after, stubs

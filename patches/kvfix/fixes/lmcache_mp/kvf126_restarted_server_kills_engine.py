@@ -27,7 +27,7 @@ heartbeat, and the read locks of these loads stay on the server until they time 
 from kvfix.fixes import _mp, api
 from kvfix.fixes.api import Any, Fix, Steps, View, engine_log, fix_after, fix_around, fix_before, replaced, stubs
 
-#: {transfer: the answer of a server that has moved nothing}. A server answers lookups even of an unknown worker.
+#: {transfer: the answer of a server that has moved nothing}. A new server answers lookups, so they are not in here.
 _TRANSFERS = {
     "prepare_store": stubs.Stub(context={}),
     "commit_store": False,

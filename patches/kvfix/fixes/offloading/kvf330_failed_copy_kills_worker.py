@@ -18,7 +18,7 @@ manager drops the chunks of a failed store. After a failed load vLLM computes th
 from kvfix.fixes import _offloading, api
 from kvfix.fixes.api import Any, Fix, Steps, View, engine_log, fix_around, fix_before, note, replaced, stubs
 
-#: The worker has _REQUESTS: requests whose load failed. The scheduler and the worker's report have _JOBS: failed jobs.
+#: Attribute _REQUESTS of the worker: requests whose load failed. _JOBS of the scheduler and the report: failed jobs.
 _REQUESTS, _JOBS = "_kvfix_failed_requests", "_kvfix_failed_jobs"
 #: Attribute of the metadata and of the worker. It exists only if the scheduler has its part of the fix.
 _TOLD = "_kvfix_knows_failed_copies"

@@ -22,7 +22,7 @@ from functools import partial
 from kvfix.fixes import _offloading, api, stubs
 from kvfix.fixes.api import GO_ON, Any, Fix, Steps, View, engine_log, fix_after, fix_around, fix_before, fix_calls, note
 
-#: The worker has _REQUESTS: requests whose load failed. The scheduler and the report have _STORES: failed stores.
+#: Attribute _REQUESTS of the worker: requests whose load failed. _STORES of scheduler and report: failed stores.
 _REQUESTS, _STORES = "_kvfix_failed_requests", "_kvfix_failed_stores"
 #: Attribute of the metadata. It exists only if the scheduler has its part of the fix.
 _TOLD = "_kvfix_knows_failed_copies"
@@ -70,8 +70,8 @@ def _survives(least: int, place: int, noting: Callable[..., Any]) -> api.Fixing:
 
     least: the number of arguments that the fix needs. A loop with fewer arguments runs as without the fix.
     place: the index of the copy's number in an item of the queue. The list of events is the next element.
-    noting: a function of the loop's arguments. It returns a `_Noting` queue, the arguments with this queue, and a
-    function that returns the stream of an item's copy. The failed copy may still use this stream.
+    noting: called with the loop's arguments. It returns (`_Noting` queue, arguments with this queue, stream function).
+    The stream function takes an item, and returns the stream that the item's failed copy may still use.
     """
 
     @fix_calls

@@ -5,7 +5,7 @@ uses a whole CPU core, and the GPU copies blocks. `vllm:simple_kv_offload_pendin
 
 Cause: In each step `lazy_offload` stores cached blocks of the GPU's free list that the CPU memory does not have
 (manager.py 0.32.0:590-640). A stored block goes to the end of that list. If the list has more blocks than the CPU
-memory, the CPU memory evicts the block before `lazy_offload` checks the block again and stores it a second time.
+memory, the CPU memory evicts the stored block early. `lazy_offload` then reaches the block again and stores it again.
 While a store is in flight, EngineCore runs more steps (`has_pending_push_work`). Each step starts another store.
 
 Fix: After the last step that computes something, the fix stores no more blocks than the CPU memory holds.

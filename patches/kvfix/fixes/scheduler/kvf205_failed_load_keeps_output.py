@@ -5,7 +5,7 @@ asynchronous scheduling or model runner V2. The last two are vLLM's defaults on 
 
 - With kv_load_failure_policy "recompute", vLLM logs `Recovered from KV load failure: 1 request(s) rescheduled`. Then
   the text is wrong, a request stays among `Running` and never ends, or a worker dies because of a token id -1.
-- With either policy, in rare cases, a request that vLLM preempts before its load fails returns wrong text.
+- With either policy, a request may return wrong text if vLLM preempts the request before its load fails. This is rare.
 
 Cause: vLLM schedules a step before it knows that a load of the previous step has failed. The new step reads the blocks
 of this load. vLLM drops the output of the failed step (scheduler.py 0.32.0:2088), but not the output of the next steps.
@@ -59,7 +59,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def _is_ahead(scheduler: Any, of_stages: bool) -> bool:
-    """Return True if steps may be in flight after the failed step. of_stages: also if there are pipeline stages."""
+    """Return True if steps may be in flight after the failed step. of_stages: several pipeline stages count too."""
     if scheduler.scheduler_config.async_scheduling or getattr(scheduler, "use_v2_model_runner", False):
         return True
     return of_stages and scheduler.vllm_config.parallel_config.pipeline_parallel_size > 1

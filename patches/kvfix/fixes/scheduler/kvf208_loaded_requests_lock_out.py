@@ -52,7 +52,7 @@ def _ready(scheduler: Any) -> Iterator[Any]:
 
 
 def _to_step_aside(scheduler: Any) -> list[Any]:
-    """If the first request lacked blocks, return all requests before the first one for which enough blocks are free."""
+    """Return the requests that lack blocks: from the refused request up to the next request with enough free blocks."""
     refused, aside = getattr(scheduler, "_kvfix_refused", None), list[Any]()
     if refused is None:
         return aside

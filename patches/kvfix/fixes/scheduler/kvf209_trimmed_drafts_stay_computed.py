@@ -7,7 +7,7 @@ Cause: A step returns the accepted drafts and one more token. vLLM drops tokens 
 The session continues from this number (:2471). So vLLM never computes the first tokens of the next input.
 
 Fix: When a turn ends, the fix lowers `num_computed_tokens` to the number of tokens before the turn's last token.
-- Releases: vLLM 0.15.1 to 0.32.0, without asynchronous scheduling, which subtracts `num_output_placeholders` instead.
+- Releases: vLLM 0.15.1 to 0.32.0. With asynchronous scheduling, vLLM already subtracts `num_output_placeholders`.
 - Upstream: None known; 0.33.0 does not count dropped tokens (scheduler.py:2759).
 """
 

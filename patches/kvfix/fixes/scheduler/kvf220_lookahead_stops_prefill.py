@@ -5,7 +5,7 @@ or GDN layers (`mamba_cache_mode="align"`) and speculative decoding with several
 
 Cause: vLLM ends a chunk of a prompt where it keeps a state (`_mamba_block_aligned_split`, scheduler.py 0.32.0:443).
 Then vLLM shortens a chunk that ends less than `num_prefill_lookahead` tokens before the prompt's end
-(`_reserve_prefill_lookahead`, :570). A chunk may still end at the prompt's end.
+(`_reserve_prefill_lookahead`, :570). vLLM does not shorten a chunk that ends at the prompt's end.
 
 Suppose that fewer tokens than `num_prefill_lookahead` follow the last whole block of the prompt. vLLM then shortens a
 chunk that should end with this block. The next chunk must end with the block too, so vLLM shortens the next chunk to

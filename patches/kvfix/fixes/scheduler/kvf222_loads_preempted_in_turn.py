@@ -16,8 +16,8 @@ With a connector that must send the KV to decode (`requires_kv_delivery`), vLLM 
 An engine that is also a consumer (role kv_both) does not preempt a request with a step in flight
 (`defer_block_free`). With speculative decoding, a load leaves blocks free (`_spec_decode_step_blocks`).
 
-Fix: In an engine with the bug, a load leaves one block free in each KV group if there are other requests, as with
-speculative decoding. One of the requests gets this block for its first token.
+Fix: In an engine with the bug, a load leaves one block free in each KV group if there are other requests. One of the
+requests gets this block for its first token.
 
 Mixed roll-out: Engines with and without the fix work together. The fix is opt-in because a load may start later.
 - Releases: vLLM 0.32.0 and 0.33.0. 0.26.0 has the same function, but keeps the token, so the fix does nothing there.
