@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 ENV = "KVFIX"
 #: If this environment variable is set, vLLM silently skips plugins that it does not list (vllm/plugins/__init__.py).
 _ALLOWED_PLUGINS = "VLLM_PLUGINS"
-#: vLLM copies a variable to Ray workers if vLLM's list or this variable contains its prefix (vllm/ray/ray_env.py).
+#: A list of prefixes. vLLM copies environment variables with these prefixes to Ray workers (vllm/ray/ray_env.py).
 _RAY_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
 #: Top-level packages with functions to fix. The first import from one of these packages loads the fixes.
 PACKAGES = ("lmcache", "vllm")

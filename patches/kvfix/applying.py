@@ -41,7 +41,7 @@ def settle(module: ModuleType, complete: bool) -> None:
 
 
 def attach(holder: type, name: str, key: str, wrapper: Wrapper) -> None:
-    """Add a wrapper that belongs to no fix to a method of this class, around the wrappers of all fixes."""
+    """Wrap a method of this class. The wrapper belongs to no fix, and is outside the wrappers of all fixes."""
     owner: Any = next(each for each in holder.__mro__ if name in vars(each))
     at = (owner.__module__, f"{owner.__qualname__}.{name}")
     with session.lock:
@@ -193,8 +193,8 @@ def _forget_reloaded(module: ModuleType) -> None:
 def _is_gone(wrapped: WrappedFunction, module: ModuleType, function: str) -> bool:
     """Return True if a reload of the module has replaced the function.
 
-    If another tool has wrapped kvfix's function, return False. `inspect.unwrap` then finds the same original. If the
-    tool's wrapper has no `__wrapped__`, `unwrap` finds this wrapper, and its file or name differs from the original's.
+    If another tool has wrapped kvfix's function, return False. `inspect.unwrap` then finds the function that kvfix has
+    wrapped, or a tool's wrapper without `__wrapped__`. The file or name of this wrapper differs from the original's.
     """
     found = installed_source.live_function(module, function)
     if found is None:

@@ -3,8 +3,8 @@
 A fix acts if it changes a function's return value or arguments, or skips a call. `kvfix.wrapping` notices these
 actions. A fix that changes an object in place must report the change with `note`.
 
-If prometheus_client is in use, vLLM's /metrics also shows kvfix's counts. EngineCore and its workers export the counts
-like vLLM's metrics, in the client's multi-process mode (PROMETHEUS_MULTIPROC_DIR, v1/metrics/prometheus.py).
+If prometheus_client is in use, vLLM's /metrics also shows kvfix's counts. EngineCore and its workers export
+the counts in prometheus_client's multi-process mode, like vLLM (v1/metrics/prometheus.py, PROMETHEUS_MULTIPROC_DIR).
 """
 
 import sys

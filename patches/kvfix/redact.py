@@ -54,13 +54,13 @@ _VALUES = (
 _WORD = re.compile(r"[^\s\"'<>]+")
 _PORT = re.compile(r"\d+[/?#]")
 
-#: Matches a name and the "=" or ":" after the name, in JSON, YAML, a query or a repr. Names begin where words begin.
+#: Matches a name and the "=" or ":" after the name, in JSON, YAML, a query or a repr. An unquoted name starts a word.
 _NAMED = re.compile(
     r"(?P<name>\\{0,16}[\"'][\w.-]+\\*[\"']\]?|(?<![\w.-])(?=[\w.-]*?[A-Za-z])[\w.-]+)[ \t]*[=:]{1,2}>?[ \t]*"
 )
-#: Matches an option or the name of a header if the next word is the value, also in the repr of a list.
+#: Matches an option or a header's name if its value is the next word, or the next element in the repr of a list.
 _OPTION = re.compile(r"(?<![\w.-])(?P<name>(?:--?|[Xx]-)[A-Za-z][\w.-]*)(?:[ \t]+(?!-)|[\"'], ?(?=[\"']))")
-#: _ELEMENT matches the start of an XML element. _PAIR matches a name before its value, as Kubernetes writes variables.
+#: _ELEMENT matches the start of an XML element. _PAIR matches `name: NAME value:`, the form of variables in Kubernetes.
 _ELEMENT = re.compile(r"<(?P<name>[A-Za-z][\w.-]*)>")
 _PAIR = re.compile(r"(?i)[\"']?\bname[\"']?[=:] ?[\"']?(?P<name>[\w.-]{1,256})[\"']?,?\s{1,64}[\"']?value[\"']?[=:] ?")
 _QUOTE = re.compile(r"\\*[\"']")

@@ -5,8 +5,8 @@ passed them. The code of a wrapper gets the arguments by position, with the defa
 different releases pass different arguments by name.
 
 A wrapper runs its code (`prepare`, `change` or `steps`) only if `when` returns true for the same arguments. To save
-time, a wrapper may also have an attribute `only`: (instance) -> bool. If all `only` functions around a function return
-false, the call skips the wrappers with `only`. For one instance, `only` must always return the same answer.
+time, a wrapper may also have an attribute `only`: (instance) -> bool. If the `only` functions of all wrappers return
+false, the call skips the wrappers that have `only`. For one instance, `only` must always return the same answer.
 
 If the code of a wrapper raises, kvfix counts the error and logs it once. The engine continues with the answer that
 `on_fault` returns. A fix for a crash, leak or hang has no `on_fault`, and the caller gets the function's own answer. A
@@ -26,7 +26,7 @@ from kvfix import engine_log, metrics
 Function = Callable[..., Any]
 Wrapper = Callable[[Function], Function]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-#: `on_fault` returns GO_ON if the caller shall get the function's own answer. kvfix then calls the function if needed.
+#: `on_fault` returns GO_ON for the function's own answer. kvfix then calls the function, unless it has already run.
 GO_ON = object()
 
 
@@ -300,7 +300,7 @@ def _other_kind(original: Any) -> str:
 
 
 def _count_parameters(function: Function) -> int:
-    """Return how many positional arguments a call must have to work without `positional`, or -1 if no call can."""
+    """Return the number of positional arguments with which a call skips `positional`, or -1 if no call skips it."""
     inner = inspect.unwrap(function)
     return inner.__code__.co_argcount if isinstance(inner, FunctionType) and not inner.__kwdefaults__ else -1
 

@@ -92,7 +92,7 @@ class V1(Reader):
         return getattr(engine, "lookup_pins", None)
 
     def left(self, request: str) -> list[str]:
-        """Ignore ended, aborted lookups, which a later lookup drops (lmcache_async_lookup_client.py 0.5.6:260)."""
+        """Ignore an aborted, ended lookup. A later lookup removes it (lmcache_async_lookup_client.py 0.5.6:260)."""
         if request in self._statuses and request in getattr(self.client, "aborted_lookups", ()):
             return [where for where in super().left(request) if not where.startswith("lookup_client.")]
         return super().left(request)
@@ -197,7 +197,7 @@ class MP(Reader):
         yield from self.containers(worker, self._TRANSFERS, "worker_adapter.")
 
     def left(self, request: str) -> list[str]:
-        """Ignore a lookup of an ended request that KVF105 keeps until the server answers."""
+        """Ignore a lookup that KVF105 keeps for an ended request until the server answers."""
         found = super().left(request)
         if request in getattr(self.connector, "_kvfix_looking", ()):
             return [where for where in found if not where.startswith("scheduler_adapter.")]

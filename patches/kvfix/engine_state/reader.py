@@ -17,7 +17,7 @@ PINS = "pins of the worker"
 class Reader:
     """The reader for an unknown connector. Its hooks show lookups and allocations, but neither loads nor stores."""
 
-    #: Tokens per block if the metadata list whole blocks to load, or 0 if the metadata list tokens (`LoadDue.block`).
+    #: The number of tokens in a block if the connector loads only whole blocks, otherwise 0 (`LoadDue.block`).
     whole_blocks = 0
     #: True if `loads` counts tokens from the first token that vLLM has not computed (`LoadDue.relative`).
     relative = False

@@ -5,7 +5,7 @@
      "answers": 1,              number of steps whose output vLLM does not have yet; None without an EngineCore
      "deferred": 0,             blocks that vLLM frees once the workers have returned the output of a later step
      "ended_reports": ["r1"],   requests whose load was reported, but which the scheduler has already dropped
-     "ranks_left": {"r7": 1},   {request: number of ranks that have not reported its load, if other ranks have}
+     "ranks_left": {"r7": 1},   {request whose load some ranks have reported: number of ranks that have not}
      "settings": {"max_num_batched_tokens": 8192, ...},    settings with which `kvfix lab` builds a scheduler
      "requests": [{...}]}       waiting requests in the scheduler's order, then running ones, then ended ones
 
@@ -15,7 +15,7 @@ A request has these fields:
      "since": 3.1,              seconds of its current wait; None: not known
      "computed": 128, "total": 140, "prompt": 138, "blocks": 8, "preemptions": 0, "priority": 0,
      "report": "loaded",        or "failed": worker's report that the scheduler has not handled yet; "": no report
-     "needs": 1,                blocks that must be free before vLLM admits it, with reserved blocks; None: not known
+     "needs": 1,                blocks that must be free before vLLM admits it, including reserved ones; None: not known
      "lookup": "in flight", "asked": 0, "hit": 128, "promised": 128, "granted": 128, "loading": [0, 128],
      "loaded": 128, "stored": 0, "phase": "READY", "source": "recorder"}
 

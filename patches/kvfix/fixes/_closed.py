@@ -1,4 +1,4 @@
-"""Functions for `on_fault`: what kvfix does if the code of a fix for wrong KV raises.
+"""The `on_fault` functions that fixes share. kvfix calls them if the code of a fix that prevents wrong KV raises.
 
 Each function avoids wrong KV: it promises 0 tokens, stores nothing, or reports a load as failed. This module does not
 use code of the fixes, because that code has just raised.
@@ -22,7 +22,7 @@ def compute(connector: Any, promise: Any, request: Any, *_: Any, **__: Any) -> A
 
 
 def compute_new(connector: Any, request: Any, *_: Any, **__: Any) -> Any:
-    """Let the decode instance compute a new request's prompt, in a hook before `get_num_new_matched_tokens`."""
+    """Remove the remote prefill from the request, before a hook that tells the prefill instance about the request."""
     _is_local(request)
     return GO_ON
 
@@ -40,7 +40,7 @@ def nothing(*_: Any, **__: Any) -> None:
 
 
 def set_to(name: str, value: Any) -> Callable[..., Any]:
-    """Return an `on_fault` that sets this attribute, for the other wrappers of the fix."""
+    """Return an `on_fault` that sets this attribute. Other wrappers of the fix read the attribute."""
 
     def set_to(instance: Any, *_: Any, **__: Any) -> Any:
         setattr(instance, name, value)

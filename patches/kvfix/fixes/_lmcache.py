@@ -133,7 +133,7 @@ def layer_saves(add: Add, closed: Closed) -> Fixing:
 
 
 def _with_request(engine: Any, name: str, find: Callable[[Any], Any], add: Add, closed: Closed | None) -> Steps:
-    """While a hook runs, let `add` add keyword arguments to the hook's calls of `engine.name`."""
+    """While a hook calls the engine's method `name`, let `add` add keyword arguments to each call."""
     call = getattr(engine, name)
 
     def add_arguments(more: dict[str, Any], tokens: Any) -> bool:

@@ -12,7 +12,7 @@ PEER = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
 
 
 def settled(worker: Any) -> set[str]:
-    """Return the ids of the loads that the current task has seen end or fail. Fixes add ids to this set."""
+    """Return the ids of the loads that have ended or failed in the current asyncio task. Fixes add ids to this set."""
     known: set[str] = set()
     with suppress(RuntimeError):  # no event loop runs
         if (task := asyncio.current_task()) is not None:

@@ -1,7 +1,7 @@
 """Code that the fixes for the multi-process connectors share. LMCache's class and vLLM's copy have the same hooks.
 
-Since 0.4.7, LMCache's trackers count tokens. The trackers of LMCache up to 0.4.6, of LMCache's connectors for older
-vLLM and of vLLM's copy count blocks.
+Since 0.4.7, LMCache's trackers count tokens. Trackers count blocks in LMCache up to 0.4.6, in LMCache's connectors for
+older vLLM and in vLLM's copy.
 """
 
 import inspect

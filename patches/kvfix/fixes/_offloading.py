@@ -21,7 +21,7 @@ def all_stores_fail(scheduler: Any, *_: Any, **__: Any) -> Any:
 
 
 def fails_jobs(mark: str, find: Callable[[Any, Any], Collection[int]]) -> Fixing:
-    """Return a fix for `update_connector_output`. With the fix, a job that a report shows as failed ends as failed.
+    """Return a fix for `update_connector_output`. The scheduler then ends a job as failed if a worker reports this.
 
     After a failed store, the manager drops the chunks of the store, and a running request offers all its chunks again.
     After a failed load, the request loads nothing more.
@@ -75,7 +75,7 @@ def tells_worker(mark: str) -> Fixing:
 
 
 def all_failed(mark: str, completed: str) -> Callable[..., Any]:
-    """Return an `on_fault` that reports all done jobs as failed, for a function that makes a worker's report.
+    """Return an `on_fault` for a function that makes a worker's report. The `on_fault` reports all done jobs as failed.
 
     mark, completed: names of the report's attributes with the failed jobs and with the done jobs.
     """

@@ -1,7 +1,7 @@
 """Code that the fixes for NixlConnector and MooncakeConnector share. It handles decode requests with a remote prefill.
 
 Only the first request that asks for the blocks of a prefill gets the blocks (KVF340, KVF363, KVF367). kvfix keeps only
-hashes of ids, because a client may choose long ids. If two prefills have equal hashes, the later request computes.
+hashes of ids, because a client may choose long ids. If two hashes are equal, the later request computes its prompt.
 """
 
 from collections import OrderedDict
@@ -73,7 +73,7 @@ def promise_if(is_right: Callable[[Any, Any], Any]) -> Fixing:
 
 
 def drop_peerless(module_name: str, names_peer: Callable[[Any], bool]) -> Fixing:
-    """Return a fix that drops waiting requests without a peer in `build_connector_meta`. No engine needs a notice."""
+    """Return a fix for `build_connector_meta` that drops waiting requests without a peer. There is nobody to notify."""
 
     @fix_before(when=lambda connector, *_, **__: connector._reqs_need_recv)
     def build_connector_meta(connector: Any, *_: Any) -> None:
@@ -93,7 +93,7 @@ def has_another(connector: Any, prefill: tuple[Any, ...]) -> bool:
 def compute(request: Any) -> None:
     """Remove the remote prefill from the request, so that the request computes its prompt.
 
-    vLLM removes the remote prefill after a load. If the remote prefill stays, `update_state_after_alloc` treats 0
-    promised tokens as a full hit and reports a load, even after an abort.
+    vLLM removes the remote prefill after a load. If the remote prefill stays, `update_state_after_alloc` or, after an
+    abort, `request_finished` can tell prefill to free the blocks. Another request may still read these blocks.
     """
     request.kv_transfer_params = {**request.kv_transfer_params, "do_remote_prefill": False}

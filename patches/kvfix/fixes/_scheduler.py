@@ -7,7 +7,7 @@ from kvfix.fixes.api import Any, stubs
 
 
 def is_within_step(*more: Any) -> bool:
-    """Return True if this call of `_update_requests_with_invalid_blocks` is for loads within the step.
+    """Return True if this call of `_update_requests_with_invalid_blocks` is for synchronous loads (within the step).
 
     more: the arguments after the block ids. The last argument is `evict_blocks`, which is False for loads between
     steps. vLLM 0.11 does not have `evict_blocks`, and supports only loads within the step.

@@ -48,14 +48,14 @@ class Target:
     broken: the releases whose code is wrong (PEP 440 specifiers). kvfix compares the installed function with the
         fingerprints of these releases (fingerprints.json), and does not look at the installed version number.
     probe: (function, module) -> True if the function shows the bug when the probe calls it with stubs. A probe takes
-        milliseconds. kvfix runs the probe only if the function's code is not the code of any known release. If the
-        probe is None or raises, kvfix then refuses the fix.
+        milliseconds. kvfix runs the probe only if the function's code is not the code of any known release. For
+        such code, kvfix refuses the fix if the probe is None or raises.
     fix: (module) -> wrapper of the function (kvfix.wrapping). If the fix applies, kvfix calls `fix` after the import of
-        the module. With None, the target only shows whether the bug exists. Helpers then fix the bug, if it is fixable.
+        the module. With None, the target only shows whether the bug exists. Targets with `helper` may fix it.
     order: position of the wrapper around the function. The wrapper with the lowest order is the innermost.
     helper: True if the fix needs this function, but the bug is in another function.
-    copy: if several classes have a copy of the code, the name of this function's copy. "" means that all copies use
-        this function. kvfix wraps either all functions of a copy or none (kvfix.applicability).
+    copy: name of the copy of the code to which this function belongs, if the code exists in several copies. "" means
+        that all copies use this function. kvfix wraps all functions of a copy or none (kvfix.applicability).
     """
 
     dist: str
@@ -111,7 +111,7 @@ class Fix:
     evidence: {code of a rule or finding, such as KVR011: regular expression}. A message of this rule or finding that
         matches the regular expression is a sign of the bug.
     scenarios: slugs of the scenarios of `kvfix lab` that show the bug. The default is the slug of the fix.
-    proof: if no scenario shows the bug, the test that shows the bug, and the reason.
+    proof: if no scenario shows the bug, the test that shows the bug, and the reason why no scenario shows the bug.
     changes_healthy: connectors with which the fix also changes runs of `kvfix lab` that do not have the bug.
     no_patch: {dist: why kvfix has no patch for upstream}.
     opt_in: True if the user must name the fix (`--plus`). A fix that is not opt-in acts within one engine or server.

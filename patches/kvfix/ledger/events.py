@@ -32,8 +32,8 @@ class Asked(NamedTuple):
     asynchronous: bool = False  # True if the load runs between steps
     #: How many hit tokens vLLM may recompute (`prefix_replay_tokens`). If not 0, vLLM takes only whole blocks of a hit.
     replay: int = 0
-    #: True if some KV groups may have fewer than `computed` tokens. If vLLM takes no promised token, vLLM then keeps
-    #: only the tokens that all KV groups have (`supports_divergent_local_hybrid_hits`).
+    #: True if some KV groups may have fewer than `computed` tokens. If vLLM takes no promised token, vLLM uses only
+    #: the cached tokens that all KV groups have (`supports_divergent_local_hybrid_hits`).
     divergent: bool = False
 
     def text(self) -> str:
@@ -254,12 +254,12 @@ class LeaseEnded(NamedTuple):
 
 
 class ReadsFrom(NamedTuple):
-    """The request will read the blocks that engine `engine` keeps for its request `peer`, and then notify `engine`."""
+    """This request will read the blocks of the request `peer` on the engine `engine`, and then notify `engine`."""
 
     request: str
     engine: str  # engine id in the request's `kv_transfer_params`
     peer: str  # request id in the request's `kv_transfer_params`
-    pushed: bool = False  # True if `engine` writes the blocks. `engine` then gets no notice, even after an early end
+    pushed: bool = False  # True if `engine` writes the blocks. This request never notifies `engine`, even if aborted
 
     def text(self) -> str:
         if self.pushed:

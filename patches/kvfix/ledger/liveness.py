@@ -18,7 +18,7 @@ OUTSIDE_STATUSES = {
     "WAITING_FOR_STREAMING_REQ": "the client: the next part of its prompt",
     "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR": "the compiler of its grammar",
 }
-#: In the row of a worker's connector, these fields list loads that the worker has not reported yet.
+#: In the row of a worker's connector, these fields list requests with a load or store that is not reported yet.
 KINDS = ("loads", "unreported")
 
 
@@ -151,7 +151,7 @@ def waiting(engine: Engine) -> list[dict[str, Any]]:
 
 
 def waits(engine: Engine) -> list[tuple[dict[str, Any], str]]:
-    """Return (row, what the request waits for). If an earlier request lacks blocks, a lookup counts as PLACE."""
+    """Return (row, what the request waits for). Behind a request that lacks blocks, lookups count as PLACE."""
     found: list[tuple[dict[str, Any], str]] = []
     stopped, free = False, engine.scheduler["pool"]["free"]
     for row in waiting(engine):

@@ -182,7 +182,7 @@ def load_without_start(history: History, event: ev.Scheduled) -> Outcome:
 def store_leaves_hole(history: History, event: ev.Stored) -> Outcome:
     """A store leaves no hole after the cached tokens, because a hit is a prefix: no hit contains tokens after a hole.
 
-    In LMCache issue 4508, LMCache adds the hit at each poll of a lookup, and never stores tokens [hit, polls * hit).
+    In LMCache issue 4508, each poll counts the hit again as stored. LMCache never stores tokens [hit, polls * hit).
     """
     covered = max(event.covered, history.stored_to or 0)
     if event.start <= covered:
@@ -237,7 +237,7 @@ def exception_left_hook(history: History, event: ev.Raised) -> Outcome:
 
 @rule("KVR014", "store-of-lost-blocks", ev.BlocksLost)
 def store_of_lost_blocks(history: History, event: ev.BlocksLost) -> Outcome:
-    """vLLM keeps the blocks of a store until the store has ended, or until a step waits for the store.
+    """A store reads only blocks that its request holds. No step writes to the blocks before the store has ended.
 
     vLLM keeps only the last blocks of a sliding window. vLLM replaces the earlier blocks by null block 0, and other
     requests get them (`remove_skipped_blocks`, v1/core/single_type_kv_cache_manager.py 0.32.0:672). A store from such

@@ -105,7 +105,7 @@ def in_hooks(looks: Sequence[Look]) -> Iterator[tuple[dict[str, Any], Engine | N
 
 
 def of_these_hooks(looks: Sequence[Look]) -> Sequence[Look]:
-    """Leave out the looks from before a process entered the hook in which it is at the last look.
+    """Drop the first looks, until each process that is in a hook at the last look has entered this hook.
 
     A process in a hook may block all other processes. If only one look would remain, return all looks.
     """
