@@ -139,7 +139,7 @@ class Run:
     def running(self, name: str = "engine", **settings: Any) -> Iterator[Server | None]:
         """Yield the running engine, or None if the engine does not start. settings: fields to replace in the case."""
         case = replace(self.case, **settings)
-        words = {"KVFIX_TEST_REAL_CONNECTOR": ""}  # the plugin replaces LMCache's GPU connector
+        words = {"KVFIX_TEST_REAL_CONNECTOR": ""}  # if empty, the test plugin replaces LMCache's GPU connector
         words |= {name: self.filled(text) for name, text in case.environment.items()}
         if case.file is not None:
             file = self.folder / "lmcache.yaml"

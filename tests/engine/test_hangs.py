@@ -50,7 +50,7 @@ HANGS = {
     "lookup_thread_ends": Hang(
         "KVD203",
         "the scheduler waits 3 s for each lookup; rank 0 does not answer: its thread for lookups has ended",
-        engine=ONE_STEP,  # all ten lookups wait 3 s each in one step. A step of 352 tokens has only five lookups
+        engine=ONE_STEP,  # all ten lookups wait 3 s each in one step. Without ONE_STEP, a step has five lookups
         in_process=True,
         fix="KVF015",
     ),
@@ -65,7 +65,7 @@ SHOWN_IN_THE_LAB = ("server_stops", "hook_waits", "locked_out")
 
 @pytest.fixture(scope="module")
 def transfer() -> Iterator[dict[str, Any]]:
-    """Yield the kv_transfer_config of an LMCache server. Each test has its own model, and so no hit of another test."""
+    """Yield the kv_transfer_config of an LMCache server. Each test has its own model, so tests share no stored KV."""
     with start.server() as transfer:
         yield transfer
 
@@ -169,7 +169,7 @@ def test_a_healthy_engine(transfer: dict[str, Any], tmp_path: Path) -> None:
                 servers[:] = lmcache_server.of(looks[-1].processes)
                 clients.update(lmcache_server.client_of(each["pid"]) for each in servers)
         decided.extend(command.enough(looker))
-        (tmp_path / "stop").touch()  # end the engine now, so that it has requests during all looks
+        (tmp_path / "stop").touch()  # the engine repeats requests until this file exists, so all looks find requests
 
     ran = start.run(
         tmp_path, False, transfer, calm=start.CROWD, flags=str(tmp_path), engine=TWO_PROCESSES,

@@ -130,7 +130,7 @@ def test_every_step_waits_for_a_lookup(rank: dict[str, Any], why: str, locked_ou
 
 
 def test_a_rank_whose_thread_for_lookups_has_ended(locked_out: States) -> None:
-    """The verdict does not depend on the scheduler's code during a look. The scheduler may be outside the lookup."""
+    """The ended thread is enough for the verdict, even if the scheduler is outside the lookup at both looks."""
     rank = {"threads": {"lookup_server": False}}
     states = [{**each, "hook": "", "in_step": False} for each in in_lookup(locked_out, rank)]
     found = verdicts(looks(states, 1))[0]

@@ -28,7 +28,7 @@ Each connector has this row. A MultiConnector has no row, but each of its childr
      "requests": {id: {...}},    scheduler: "lookup", "hit", "promised", "granted", "stored", "phase", "since"
      "loads": [id], "stores": [id],    worker: transfers that have begun and are not reported as ended
      "answered": [id],           worker: loads and stores that have ended, and that the next step will report
-     "unreported": [id],         worker: dropped loads, and ended requests with a store, that are not reported yet
+     "unreported": [id],         worker: dropped loads, and stores of ended requests, that are not reported yet
      "failed_blocks": 0,         worker: number of blocks of failed loads that are not reported yet
      "pins": {id: 3},            worker, LMCache in process: number of chunks that a lookup has pinned
      "fetched": [id],            worker, LMCache in process: requests whose chunks an asynchronous lookup has fetched

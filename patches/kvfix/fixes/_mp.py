@@ -110,7 +110,7 @@ class Adapter:
 
 def scheduler_side(module: ModuleType, found: int | None = 0) -> Any:
     """Return a connector for probes of scheduler hooks, made without `__init__`."""
-    # vLLM's module has its own class, and LMCache's class too.
+    # vLLM's module defines VLLM_MP and may import LMCACHE_MP too, so VLLM_MP comes first.
     owner = getattr(module, VLLM_MP.name, None) or getattr(module, LMCACHE_MP.name)
     connector = owner.__new__(owner)
     vars(connector).update(

@@ -1,9 +1,9 @@
 """Run LMCache in process on the CPU, and plant faults in loaded KV, for the tests of `kvfix verify`.
 
-LMCache's GPU connector runs on CPU tensors in the GPU layout of vLLM 0.26 and later: [tokens, heads, K then V]. In
-each head of a block, vLLM for the CPU has K transposed, and then V as it is. So this module copies KV between layouts.
-K includes the token's position (RoPE), so answers stay equal if K and V of two tokens are swapped together. Therefore
-the faults change only K or only V, or lose rows.
+LMCache's GPU connector runs on CPU tensors in the GPU layout of vLLM 0.26 and later: [tokens, heads, K then V]. For
+each head of a block, vLLM for the CPU stores K as [values, tokens], and then V as [tokens, values]. So this module
+copies KV between layouts. K includes the token's position (RoPE), so answers stay equal if K and V of two tokens are
+swapped together. Therefore the faults change only K or only V, or lose rows.
 """
 
 import os

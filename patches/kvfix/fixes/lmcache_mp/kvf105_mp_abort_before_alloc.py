@@ -37,7 +37,7 @@ def fix(connector: Any, request: Any, block_ids: Any) -> Steps:
     free = functools.partial(adapter.free_lookup_locks, token_ids=tokens, start=0, request_id=name, **more)
     is_pending = name in adapter._pending_lookups
     locked = _mp.tokens(tracker, "num_lmcache_hit", _mp.block_size(connector))
-    if not locked and is_pending:  # the answer was not read yet; None if the server has not answered
+    if not locked and is_pending:  # nothing has read the answer yet. Without an answer, `locked` becomes None
         locked = adapter.check_lookup_result(name)
     if locked is None or (is_pending and not adapter.is_healthy):
         note(__name__, f"request {name} was aborted during its lookup")

@@ -136,7 +136,7 @@ SCENARIOS = {
         [do.stored_elsewhere(prompt(1536)), do.admit("r", prompt(1540), max_tokens=2)],
         do.fail_load("r", after_chunks=1),
         shows="KVR011 wait_for_save: AssertionError",
-        wrong={"lmcache": ">=0.3.10,<=0.3.15"},  # earlier, LMCache's tracker is wrong too, but saves nothing
+        wrong={"lmcache": ">=0.3.10,<=0.3.15"},  # before 0.3.10 the tracker is wrong too, but LMCache saves nothing
         needs={"lmcache": ">=0.3.9.post1"},  # 0.3.9 does not report failed loads
         options=Options(num_blocks=110, chunk_size=256, max_num_batched_tokens=2048),
     ),

@@ -42,7 +42,7 @@ class CudaStream:
             work()
             return
         self.kept.append(work)
-        self.native.wait_stream(torch.cuda.current_stream(self.device))  # which wrote the operands
+        self.native.wait_stream(torch.cuda.current_stream(self.device))  # the current stream wrote the operands
         with torch.cuda.stream(self.native):
             work()
 
