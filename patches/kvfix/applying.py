@@ -193,8 +193,8 @@ def _forget_reloaded(module: ModuleType) -> None:
 def _is_gone(wrapped: WrappedFunction, module: ModuleType, function: str) -> bool:
     """Return True if a reload of the module has replaced the function.
 
-    If another tool has wrapped kvfix's function, return False. `inspect.unwrap` then finds the function that kvfix has
-    wrapped, or a tool's wrapper without `__wrapped__`. The file or name of this wrapper differs from the original's.
+    If another tool has wrapped kvfix's function, return False. `inspect.unwrap` finds the original, or the tool's
+    wrapper if this wrapper has no `__wrapped__`. The file or name of the wrapper differs from the original's.
     """
     found = installed_source.live_function(module, function)
     if found is None:

@@ -54,7 +54,7 @@ _VALUES = (
 _WORD = re.compile(r"[^\s\"'<>]+")
 _PORT = re.compile(r"\d+[/?#]")
 
-#: Matches a name and the "=" or ":" after the name, in JSON, YAML, a query or a repr. An unquoted name starts a word.
+#: Matches a name and the next "=" or ":", in JSON, YAML, a query or a repr. A match begins at a quote or a word.
 _NAMED = re.compile(
     r"(?P<name>\\{0,16}[\"'][\w.-]+\\*[\"']\]?|(?<![\w.-])(?=[\w.-]*?[A-Za-z])[\w.-]+)[ \t]*[=:]{1,2}>?[ \t]*"
 )

@@ -12,8 +12,8 @@ from tests.conftest import Fresh, clean_environment
 PAIRS = 25
 IMPORTS = 3
 
-#: This code measures the processor time of kvfix and of the whole process. It times every call into kvfix, because two
-#: equal processes differ by more than kvfix's time.
+#: This code measures the processor time of kvfix and of the whole process. It times every call into kvfix,
+#: because a comparison with a process without kvfix is not precise enough.
 WHOLE = """
 from time import thread_time
 from tests.engine.plugin.kvfix_engine_times import Spent, timed

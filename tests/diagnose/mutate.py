@@ -28,7 +28,7 @@ RUBBISH = [
 
 @lru_cache(maxsize=1)
 def corpus() -> list[bytes]:
-    """Return lines from the beginning and the end of each real log that contain a needle of the scanner."""
+    """Find lines that contain a text of the scanner (NEEDLES). Return the first and the last ones of each real log."""
     lines: list[bytes] = (LOGS / "recorder.jsonl").read_bytes().splitlines()
     for path in sorted(LOGS.glob("*.gz")):
         texts = gzip.decompress(path.read_bytes()).split(b"\n")

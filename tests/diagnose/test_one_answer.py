@@ -22,7 +22,7 @@ def troubles(log: Diagnosis) -> set[str]:
 
 
 def test_the_end_of_a_log_and_its_decisive_line_do_not_contradict_the_whole() -> None:
-    """Each certain finding of a part is also in the whole log. Symptoms and unknown lines of a part do not count."""
+    """A certain finding in the log's end or decisive line is also in the whole log. Symptoms do not count."""
     for log in known():
         whole = diagnosed(log)
         lines = log.splitlines(keepends=True)
@@ -45,7 +45,7 @@ def shown(log: Diagnosis, codes: dict[str, str]) -> list[tuple[object, ...]]:
 
 
 def test_other_codes_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test gives all records codes in another order. Each log keeps its findings."""
+    """The test changes the codes of all records, and the order of the codes. Each log keeps its findings."""
     before = [shown(diagnosed(log), {}) for log in known()]
     records = problems.catalogue()
     codes = [each.code for each in records]

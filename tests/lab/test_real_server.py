@@ -38,7 +38,7 @@ def play_all() -> dict[str, Any]:
 
 
 def _played_twice() -> list[list[int]]:
-    """Play eight seeds twice. For each seed with equal ITS_OWN and no eviction, return both numbers of steps."""
+    """Play eight seeds twice. Return the two numbers of steps if both plays have equal ITS_OWN and no eviction."""
     run = late.Run("mp", True, real_server=True)
     twice = [[run.play(range(seed, seed + 1), inf) for _ in range(2)] for seed in SEEDS[:8]]
     own = [[[each.counts[name] for name in ITS_OWN] for each in both] for both in twice]
@@ -55,7 +55,7 @@ def _slow(fixes: str) -> list[str]:
             [begin_load_and_store, do.server_stops(), do.step(2)],
             [do.admit(f"other {seed}", prompt(160, seed=seed), max_tokens=10) for seed in (2, 3)],
             [do.step(2), do.server_goes_on()],
-            # even on a slow host, the other requests must still run when the transfers end
+            # wait here, so that the other requests still run when the transfers end, even on a slow host
             lambda engine: engine.connector.server.process.transfers_end(),
             [do.run(), do.settle()],
         )(engine)

@@ -59,7 +59,7 @@ def test_a_thread_that_has_gone_on_meanwhile_is_left_alone() -> None:
 
     class GoesOn(Process):
         def wait(self) -> str:
-            while not (found := super().wait()):  # the program prints "ready" before it reads
+            while not (found := super().wait()):  # after "ready", the program needs a moment until it waits in read()
                 pass
             program.stdin.write("x")
             program.stdin.flush()
@@ -109,7 +109,7 @@ def test_a_hundred_in_a_row_take_one_page(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_computation_gets_its_registers_and_its_signals_back() -> None:
-    """In the middle of a kernel all vector registers are in use. The injected `difftime` writes to these registers."""
+    """While numpy computes a sum, vector registers are in use. The injected `difftime` writes to these registers."""
     with target("computes") as process:
         engine = Process(process.pid)
         for _ in range(200):
@@ -142,7 +142,7 @@ def test_a_thread_in_c_is_silent_and_has_one_call_in_its_queue() -> None:
 
 
 def test_an_exception_of_a_signal_handler_reaches_the_program() -> None:
-    """The signal handler of vLLM up to 0.11 raises SystemExit. kvfix passes this on, even from injected code."""
+    """The signal handler of vLLM up to 0.11 raises SystemExit. The program gets SystemExit even from injected code."""
     code = "import signal; signal.raise_signal(signal.SIGINT)\nfor _ in range(10): pass"
     with target("sleeps") as process:
         assert inject.run(process.pid, code, seconds=60) == "failed: KeyboardInterrupt: "

@@ -17,7 +17,7 @@ from kvfix_tools.roundtrip.region import Region
 CPU = torch.device("cpu")
 SOME = [("layout", "nhd"), ("layout", "packed-hnd"), ("layout", "block-outermost")]
 SOME += [("dtype", name) for name in DTYPES]
-#: {race: kind of the finding if the race leaves out its events}
+#: {race of races.py: kind of the finding if the race runs without its CUDA events}
 WITHOUT = {
     "late-producer": "stale",
     "early-reuse": "overwritten",

@@ -101,7 +101,7 @@ def test_lmcache_handles_other_layouts_itself(mla: bool, kvcaches: Any) -> None:
 
 
 @answers(
-    # The fix releases "wrong", which it does not store. LMCache releases "right" after the store.
+    # The fix only releases "wrong", and does not store "wrong". LMCache stores "right" and then releases "right".
     {"stored": ["of right"], "released": ["wrong", "right"], "retrieved": [False, False, False, True, True]},
     fixes=True,
 )

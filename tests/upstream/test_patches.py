@@ -24,7 +24,7 @@ FOR_IN_TREE = "0.4.6"
 OF_VLLM = {"KVF33": "offloading", "KVF373": "v1", "KVF37": "simple-offload"}
 #: {fix of LMCache's cache engine, which the lab replaces: mode of test_async_release that shows the bug}
 ENGINE = {"KVF013": "async", "KVF018": "layers"}
-#: {(code, dist): why events differ between patch and fix}. The scenarios are clean; plain schedules have equal events.
+#: {(code, dist): why patch and fix give different events in scenarios or in random schedules with faults}
 DIFFERS = {("KVF036", "lmcache"): "the patch also answers a lookup that is sent again after a timeout, as KVF011 does"}
 
 #: The process of a release runs this code once, for all patches.
@@ -90,7 +90,7 @@ class Release:
         return dict(self.fork_server(patched.tried, None, str(folder), dist, tests, code, played, list(fixes)))
 
     def plays(self, connector: str, code: str) -> list[str]:
-        """Return the digests that the patch must give: with the fix if it changes healthy schedules, else without."""
+        """Return right digests: with the fix if the fix changes healthy schedules, else of the unpatched release."""
         if code not in changing(connector):
             return list(self.unpatched["healthy"][connector])
         return list(self.ask(self.scratch, "", [], "", [connector], (code,))["healthy"][connector])

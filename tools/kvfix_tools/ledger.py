@@ -105,7 +105,7 @@ def read_outlives_lease(history: History, event: LeaseRead) -> Outcome:
     After the lease, another request may have the blocks. A read that ends later may load the KV of this other request.
     Each read sends a release message when it ends (nixl/pull_worker.py 0.32.0:546). If a lease times out, no release
     message has arrived, so no read has ended yet. In push mode, prefill writes the blocks, and a write can end in the
-    step of the timeout (push_worker.py 0.32.0:818). The rule compares no clocks, so it cannot judge pushes.
+    step of the timeout (push_worker.py 0.32.0:818). The rule compares no clocks: its verdict for a push is "unknown".
     """
     ended = history.lease_ended
     if ended is None or ended.expired is False:

@@ -106,7 +106,7 @@ def _around(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         except Violation:
             raise
         except Exception as error:
-            if error is not _errors.get(thread):  # else a hook that the scheduler called has recorded the error
+            if error is not _errors.get(thread):  # no hook that the scheduler called has recorded the error yet
                 _errors[thread] = error
                 _record(watched, "raised", (name, error, args), {})
             raise

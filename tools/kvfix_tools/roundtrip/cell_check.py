@@ -65,7 +65,7 @@ class CellCheck:
         self.result.moved = self.geometry.token_bytes(cell.count)
 
     def host(self, axes: str, tokens: int = 0) -> Region:
-        """Make a host buffer for each chunk. tokens: 0 for all tokens of the cell. axes: the outermost first."""
+        """Make host buffers for `tokens` tokens (0: all of the cell), one for each chunk. axes: the outermost first."""
         sizes, latent = self.geometry.sizes, self.geometry.layout.latent
         chunk, tokens = int(self.cell.chunk), tokens or self.cell.count
         order = tuple(axis for axis in axes.split() if axis not in ("kv", "head") or not latent)

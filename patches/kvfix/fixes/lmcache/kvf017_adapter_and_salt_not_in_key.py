@@ -51,7 +51,7 @@ def fix_lookup(impl: Any, request: Any, num_computed_tokens: int) -> Steps:
 
 
 def _found_by_none(impl: Any, scheduler_output: Any, *_: Any, **__: Any) -> Any:
-    """Give each new request its own tag, so that its promised load fails, and no other request finds its stores."""
+    """Give each new request a unique tag. LMCache finds no chunk to load, and no other request finds its chunks."""
     for new in scheduler_output.scheduled_new_reqs:
         new.sampling_params = copy.copy(new.sampling_params)
         own_tag = {"kv_transfer_params": {TAG: f"error-{new.req_id}"}}
@@ -135,5 +135,5 @@ FIX = Fix(
     effect="wrong output",
     scenarios=("cache-salt-not-in-key", "lora-not-in-key"),
     opt_in=True,
-    attaches=NEW_REQUESTS,  # a load with the tag does not find the hit of a lookup without the tag
+    attaches=NEW_REQUESTS,  # a request whose lookup had no tag must load without the tag
 )

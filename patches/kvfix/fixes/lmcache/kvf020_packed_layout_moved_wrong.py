@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from kvfix.fixes import api
 from kvfix.fixes.api import Any, Fix, Steps, Wrapper, around, fix_after, fix_around, instead
 
-#: This attribute marks a memory object as not filled. A connector's attribute lists the tokens that were not loaded.
+#: This attribute marks a memory object as not filled. On a connector, the attribute lists tokens that were not loaded.
 _EMPTY = "_kvfix_empty"
 
 

@@ -16,7 +16,7 @@ from kvfix import clock
 from kvfix.fixes import _mooncake
 from kvfix.fixes.api import MOONCAKE_WORKER, Any, Fix, fix_before, note
 
-#: Seconds between two checks. Only the second check removes an entry, because its request may begin to wait late.
+#: Seconds between checks. An entry must be unused in two checks, because a request adds its entry before it waits.
 _PAUSE = 0.25
 
 
@@ -34,7 +34,7 @@ def start_load_kv(worker: Any, metadata: Any) -> None:
 
 
 def _name(worker: Any, names: list[tuple[str, str]]) -> None:
-    """Write the request's id into the entry, in the loop of the sender, before the sender takes the requests."""
+    """Write prefill requests' ids into their entries, in the sender's event loop, before `record_send_reqs` runs."""
     for transfer, name in names:
         sent = worker.reqs_need_send.get(transfer)
         if sent is not None and not sent.p_req_id:

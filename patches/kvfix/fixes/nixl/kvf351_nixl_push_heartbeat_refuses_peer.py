@@ -1,13 +1,13 @@
 """Loads fail in push mode: NixlPushConnector's heartbeat refuses a prefill engine that has more ranks than KV heads.
 
-Symptom: The bug needs push mode, and a prefill engine that has more ranks than the decode engine and than the model has
-KV heads. Each heartbeat logs `NIXL transfer failure: handshake_setup_failed` with `AssertionError` in
+Symptom: The bug needs push mode. The prefill engine has more ranks than the decode engine, and more ranks than the
+model has KV heads. Each heartbeat logs `NIXL transfer failure: handshake_setup_failed` with `AssertionError` in
 `_validate_remote_agent_handshake`. Requests that arrive during this handshake log `push_reg_handshake_failed`, and
 their loads fail. Leases of requests that wait for blocks are not renewed.
 
 Cause: In push mode a decode engine reads nothing from its peer, so its registrations need only the peer's agents. But a
-heartbeat starts the complete handshake, which is needed only to read KV (base_worker.py 0.32.0:3192). The check in it
-refuses a peer whose ranks hold copies of the same KV head (:2450). A registration that joins it (:1290) fails too.
+heartbeat starts the complete handshake, which is needed only to read KV (base_worker.py 0.32.0:3192). The handshake
+refuses a peer whose ranks share a KV head (:2450). A registration that waits for this handshake (:1290) fails too.
 
 Fix: If the check would refuse the peer, a heartbeat asks only for the peer's agents, as a registration does.
 - Remove when: Heartbeats of push mode make the same handshake as registrations.

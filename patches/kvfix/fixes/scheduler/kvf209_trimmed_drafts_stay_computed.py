@@ -2,7 +2,7 @@
 
 Symptom: Nothing is logged. The engine does not use asynchronous scheduling. Connectors store the wrong KV.
 
-Cause: A step returns the accepted drafts and one more token. vLLM drops tokens of the step after the turn's end
+Cause: A step returns the accepted drafts and one more token. If a draft ends the turn, vLLM drops the later tokens
 (`_update_request_with_output`, scheduler.py 0.32.0:2506), but `num_computed_tokens` still counts the dropped tokens.
 The session continues from this number (:2471). So vLLM never computes the first tokens of the next input.
 
@@ -16,7 +16,7 @@ from kvfix.fixes.api import GO_ON, SCHEDULER, Any, Fix, fix_before, note
 
 
 def _ahead(request: Any) -> int:
-    """Return the number of tokens, from the last token of the turn on, that vLLM counts as computed."""
+    """Return how many tokens vLLM counts as computed in excess of the tokens before the turn's last token."""
     return int(request.num_computed_tokens - request.num_output_placeholders - (request.num_tokens - 1))
 
 

@@ -42,7 +42,7 @@ class Chunks:
     def right(self, stored: StoredObject, contents: list[int], number: int, rank: int) -> list[int]:
         """Return the right content of an object. contents: the right contents of the request's tokens."""
         end = (number + 1) * self.size
-        own = self._slots[rank][0].own  # `own` counts from the first rank, which has a chunk's first token
+        own = self._slots[rank][0].own  # each chunk begins with a token of rank 0, so `own` needs no `start`
         parts = [own(of_rank(rank, group.right(contents[end - kept : end]))) for group, kept in stored.parts]
         return parts[0] if len(parts) == 1 else [content for part in parts for content in part]
 

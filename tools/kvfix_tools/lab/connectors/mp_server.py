@@ -110,7 +110,7 @@ class Server:
         self.loading: Counter[str] = Counter()
         #: {request: number of its stores in flight, in all ranks together}
         self.storing: Counter[str] = Counter()
-        #: {request: number of chunks found, or None during the prefetch}, until the client reads the entry
+        #: {request: number of chunks found, or None during the prefetch}. `query_prefetch_status` removes a number.
         self._hits: dict[str, int | None] = {}
 
     def tick(self) -> None:
@@ -281,7 +281,7 @@ class Server:
         return self._answer_later(load_in_time, rank, load=(rank, request_id), late=load)
 
     def flush_inflight_stores(self, *args: Any, **more: Any) -> None:
-        """If LMCache waits here for stores on CUDA (FLUSHES), run all actions in flight, even if the server is down."""
+        """Run all actions in flight, even if the server is down. As LMCache, do nothing before 0.5.6 (FLUSHES)."""
         if not releases.missing(releases.FLUSHES):
             self.down = False
             while self._later:

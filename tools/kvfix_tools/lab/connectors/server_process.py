@@ -64,7 +64,7 @@ class ServerProcess:
             "--supported-transfer-mode", transfer_mode, "--disable-observability",
         ]  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None
-        #: A call ends the server. The exit of this process ends the server too.
+        #: `close()` ends the server. The exit of this process ends the server too.
         self.close = Finalize(self, ServerProcess._close, (self,), exitpriority=1)
         self.start()
 
@@ -137,7 +137,7 @@ class ServerProcess:
         busy_at = time.monotonic()
 
         def done() -> bool:
-            """Return True if the server is idle without locks, or idle for LINGERING s, as it counts L2 stores late."""
+            """Return True if idle without locks, or for LINGERING s: LMCache locks objects before it counts a store."""
             nonlocal busy_at
             state.update(self.request("GET", "/status"))
             storage = state["storage_manager"]

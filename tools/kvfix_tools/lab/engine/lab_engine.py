@@ -174,7 +174,7 @@ class LabEngine:
         self._failed.popleft()
 
     def _check_liveness(self, forward: bool) -> None:
-        """Report LAB009 if no request can move. Blocks of `take_blocks` and steps without output count as in flight."""
+        """Report LAB009 if no request can move. A block of `take_blocks` or a step without output may let one move."""
         paused = bool(getattr(self.scheduler, "pause_state", 0))  # vLLM 0.15 cannot pause
         idle = paused or not self.scheduler.has_unfinished_requests()
         if forward or idle or self.connector.busy():
@@ -320,7 +320,7 @@ class LabEngine:
         self.connector.other.has.add(name)
 
     def evict(self, chunks: int, forced: bool = False, rank: int = 0) -> None:
-        """Evict the oldest chunks. forced: evict pinned chunks too, as if their pins timed out. rank: for v1 only."""
+        """Evict the oldest chunks. forced: also pinned chunks, as after pin timeouts. rank: cache to use (v1 only)."""
         evicted = self.connector.evict(self.caches[rank], chunks, forced)
         self.counts["evicted_pinned" if forced else "evicted"] += evicted
         if evicted and forced:

@@ -89,8 +89,8 @@ class Run(msgspec.Struct, frozen=True):
     mode: str = "fix"  # argument of `kvfix.apply`
     real_server: bool = False  # see Options
     real_transfers: bool = False
-    #: The engines with fixes. "both": both engines. "prefill", "decode", or "one" (the first of two engines that share
-    #: a cache): only this engine has fixes, and only the default fixes.
+    #: The engines with fixes: "both", or a single engine: "prefill", "decode", or "one" (the first of two engines that
+    #: share a cache). A single engine has only the default fixes.
     fixes_in: str = "both"
 
     def schedules(self, seeds: Iterable[int]) -> Iterator[Schedule]:
@@ -114,8 +114,8 @@ class Run(msgspec.Struct, frozen=True):
     def not_as_released(self, schedule: Schedule, violations: list[Finding]) -> list[Finding]:
         """If only one engine has fixes, return only the violations that do not appear without fixes.
 
-        Return none if the schedule also has violations without fixes. With a fix, requests end in other steps, so a bug
-        may hit another request. So also leave out each violation that appears without fixes if one step is removed.
+        If the schedule has any violation without fixes, return none. With a fix, requests end in other steps, so a bug
+        may hit another request. So for each step, play without the step and fixes, and leave out the violations found.
         """
         if not violations or self.fixes_in == "both" or not self.fixes:
             return violations

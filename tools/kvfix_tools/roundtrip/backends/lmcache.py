@@ -110,7 +110,7 @@ class ThroughEngine(Transfer):
             lmcache_instance_id=name,
         )  # fmt: skip
         keys = ChunkedTokenDatabase(config, metadata)
-        # A new cache engine runs gc.collect(). freeze() hides vLLM's objects, because a visit takes more than a second.
+        # A new cache engine runs gc.collect(). freeze() hides vLLM's objects, which take over a second to scan.
         gc.freeze()
         self.engine = LMCacheEngine(config, metadata, keys, connector, lambda tensor, _: tensor, lambda thing, _: thing)
         gc.unfreeze()
