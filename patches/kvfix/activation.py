@@ -201,7 +201,7 @@ def _all_modules() -> frozenset[str]:
 
 
 def _settle_when_executed(spec: ModuleSpec) -> None:
-    """Let the module's loader apply fixes after it has executed the module. Keep the loader, which other tools read."""
+    """Let the module's loader apply fixes after it has run the module. Keep the loader, because other tools read it."""
     loader = spec.loader
     execute = getattr(loader, "exec_module", None)
     if loader is None or execute is None:

@@ -37,7 +37,7 @@ ENGINE = {
 }  # fmt: skip
 #: Run scheduler and worker in the program's own process. Then Python imports vLLM once instead of three times.
 ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-#: Run EngineCore and the worker in one process each, as vLLM for the CPU replaces "uni" by "mp" (cpu.py 0.32.0:341).
+#: EngineCore and the worker have one process each, because vLLM for the CPU replaces "uni" by "mp" (cpu.py 0.32.0:341).
 TWO_PROCESSES = {**ENGINE, "distributed_executor_backend": "uni"}
 v1 = real_engine.in_process
 #: Each set of requests runs twice. vLLM computes the KV in the first round, and loads the KV in the second round.
@@ -123,7 +123,7 @@ def dump(pid: int, folder: Path, **environment: str) -> dict[str, Any]:
 def server(
     lmcache: Path | None = None, options: tuple[str, ...] = (), log: Path | None = None, **settings: str
 ) -> Iterator[dict[str, Any]]:
-    """Start an `lmcache server` with `kvfix run`, as it loads no plugin. lmcache: folder of 0.4.6. None: the newest."""
+    """Use `kvfix run` to start an `lmcache server`, which loads no plugins. lmcache: folder of 0.4.6. None: newest."""
     start = (sys.executable, "-m", "kvfix_tools.cli", "run", "--")
     environment = clean_environment(*([lmcache] if lmcache else []), **settings)
     transfer_mode = ("--transfer-mode", "non_gpu") if lmcache else real_engine.ANY_MODE

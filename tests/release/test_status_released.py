@@ -1,4 +1,4 @@
-"""`kvfix status --released` lists fixes whose code the newest releases changed. pip finds the releases in a folder."""
+"""`kvfix status --released` lists fixes whose wrapped functions have changed. pip finds the releases in a folder."""
 
 import json
 import subprocess

@@ -9,7 +9,7 @@ from kvfix import applying
 from kvfix.wrapping import WrappedFunction, after
 
 
-class Target:  # it has every kind of attribute that can have the name of a hook
+class Target:  # a class with attributes of every kind
     def hook(self) -> str:
         return "plain"
 

@@ -33,7 +33,7 @@ CONNECTORS = {"v1": "0.5.6", "mp": "0.5.6", "mp-in-tree": "0.4.6"}
 
 @dataclass(frozen=True)
 class Row:
-    """Findings of a rule to which the same fixes belong. seed: first seed showing this. message: the seed's finding."""
+    """Findings of one rule with the same fixes. seed: lowest seed that shows the fixes. message: one finding."""
 
     rule: str
     fixes: list[str]  # the findings appear if one of these is missing. Empty if several fixes each prevent the findings
@@ -104,7 +104,7 @@ def without_each(drawn: Schedule) -> dict[str, list[tuple[str, str]]]:
 
 
 def fixes_of(rule: str, signature: str, without: dict[str, list[tuple[str, str]]]) -> list[str]:
-    """Return each fix without which the steps show this signature. If there is none, any finding of the rule counts."""
+    """Return each fix without which the steps show this signature. If no fix matches, compare only the rule."""
     exact = [code for code, shown in without.items() if (rule, signature) in shown]
     return exact or [code for code, shown in without.items() if any(each == rule for each, _ in shown)]
 

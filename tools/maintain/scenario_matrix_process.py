@@ -83,7 +83,7 @@ def main(limit: int, folders: list[str]) -> None:
         import vllm.v1.core.sched.scheduler  # noqa: F401
 
         torch.set_num_threads(1)  # a fork does not have the threads of its parent
-    except Exception as error:  # noqa: BLE001  an old vLLM may fail in any way beside newer packages
+    except Exception as error:  # noqa: BLE001  an old vLLM may raise any error with newer packages
         failed = first_line(error)
     signal.alarm(0)
     with os.fdopen(answers, "w") as out:

@@ -118,7 +118,7 @@ def inspect(each: Address, http_given: str) -> Server:
 
 
 def of(processes: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a dictionary for each server that the connectors name: "pid", "port", "answers", "lookups", keys of _L1.
+    """Return a dictionary for each server of the connectors. Keys: "pid", "port", "answers", "lookups", keys of _L1.
 
     kvfix does not find servers on other machines or in other containers. lookups: lookups whose result is not fetched.
     """

@@ -27,7 +27,7 @@ _PAGE, _SLOTS, _SLOT = 0x6B7600000000, 16, 256
 _LONGEST = 60.0  # time limit in seconds for the code, after it has begun
 _FOLDERS = ("/tmp", "/dev/shm")  # for the script and the answer
 _SCRIPT = r"(/tmp|/dev/shm)/kvfix-look-\d+-\w+"
-#: The script. It runs the code only if it can rename the token file. After `seconds`, the caller removes this file.
+#: The script runs the code only if it can rename the token file. After `seconds`, the caller removes the token file.
 _CODE = """
 import os
 script, token, code = {script!r}, {token!r}, {code!r}

@@ -22,7 +22,7 @@ from functools import partial
 from kvfix.fixes import _offloading, api, stubs
 from kvfix.fixes.api import GO_ON, Any, Fix, Steps, View, engine_log, fix_after, fix_around, fix_before, fix_calls, note
 
-#: Attribute _REQUESTS of the worker: requests whose load failed. _STORES of scheduler and report: failed stores.
+#: Attributes. _REQUESTS (of the worker): requests whose load failed. _STORES (of scheduler and report): failed stores.
 _REQUESTS, _STORES = "_kvfix_failed_requests", "_kvfix_failed_stores"
 #: Attribute of the metadata. It exists only if the scheduler has its part of the fix.
 _TOLD = "_kvfix_knows_failed_copies"

@@ -5,7 +5,7 @@ Symptom: The log has `Recovered from KV load failure: ... request(s) rescheduled
 Cause: With kv_load_failure_policy "recompute" vLLM keeps failed blocks in the prefix cache, because the request soon
 computes them (scheduler.py 0.32.0:3412). If the request is aborted or preempted first, the blocks stay wrong. With
 either policy, another request may share a failed block and compute KV from it in the same step. vLLM caches this KV.
-vLLM does not look for failed blocks of requests aborted during their step, or preempted while the next is in flight.
+vLLM misses the failed blocks of requests that are aborted or preempted before the worker reports the failure.
 
 Fix: With either policy, the fix evicts failed blocks from the prefix cache. If a request has a failed block, the fix
 also evicts all later blocks of this request. The requests keep the blocks, but other requests cannot find the blocks.

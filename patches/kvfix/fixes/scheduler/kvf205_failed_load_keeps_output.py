@@ -101,7 +101,7 @@ def compute(impl: Any, request: Any, num_computed_tokens: int) -> Any:
 
 #: Attribute of a scheduler: {request: the first step whose output is valid again; None until that step}.
 _VALID_FROM = "_kvfix_valid_from"
-#: Attribute of a scheduler: the step whose output the scheduler handles now, if a load failed in that step.
+#: Attribute of a scheduler: the step whose output it handles now. Set if a load failed or outputs must be dropped.
 _CURRENT = "_kvfix_current_step"
 
 

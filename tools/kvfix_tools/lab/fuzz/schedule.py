@@ -114,7 +114,7 @@ def draw(
 
 
 def _rank(rng: Random, kind: str, options: Options) -> DrawnStep:
-    """Return (rank,), or () for a step of all ranks. Only `v1` has a cache per rank, so only `v1` evicts in one."""
+    """Return (rank,), or () for a step of all ranks. Only `v1` has a cache per rank, and can evict on one rank."""
     kinds = ("fail_load", "fail_store", "lose_loads", "evict" if options.connector == "v1" else "")
     if options.ranks == 1 or kind not in kinds or (kind == "lose_loads" and rng.random() < 0.5):
         return ()

@@ -112,7 +112,7 @@ class Offload(Transfer):
 
 
 def pages(region: Region) -> dict[str, torch.Tensor]:
-    """Return {name: tensor whose first axis is the block}. K and V are two tensors if `kv` is outside of `block`."""
+    """Return {name: tensor whose first axis is the block}. K and V are two tensors if `kv` comes before `block`."""
     found = {}
     for number, (section, rows) in enumerate(zip(region.sections, region.tensors(), strict=True)):
         before = section.axes.index("block")
