@@ -67,7 +67,7 @@ def continued(prompt: list[int] | int, asked: list[tuple[list[int], int]], round
 
 
 def recorders(folder: Path, limit: float, among: Container[int] | None = None) -> list[Path]:
-    """Make processes (`among`, or all with a file `*.ready`) write recorder files. limit: seconds to wait for them."""
+    """Make processes with a file `*.ready` write recorder files. among: PIDs (None: all). limit: seconds to wait."""
     pids = [int(path.stem.rpartition("-")[2]) for path in folder.rglob("*.ready")]
     ready, before = [pid for pid in pids if among is None or pid in among], set(folder.rglob("*-signal.jsonl"))
     for pid in ready:

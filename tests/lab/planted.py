@@ -158,7 +158,7 @@ MP = steps(
     until(lambda engine: engine.requests["b"] in engine.scheduler.running),
     [do.preempt("b"), do.run(), do.serve("c", prompt(200), max_tokens=4), do.settle()],
 )
-#: LMCache has two prompts. SimpleCPUOffloadConnector has one of them, and a third prompt that LMCache has evicted.
+#: Requests hit LMCache, then both connectors, then a prompt that only SimpleCPUOffloadConnector still has.
 V1_AND_SIMPLE = steps(
     [do.stored_elsewhere(prompt(100)), do.store("of lmcache", prompt(100), 5), do.serve("of both", prompt(100), 5)],
     [do.store("stored", prompt(150, seed=1), 5), do.evict(100), do.serve("of the other", prompt(150, seed=1), 5)],
@@ -209,7 +209,7 @@ OF_RANKS = steps(
     do.run(),
 )
 _FORGET = do.run(), do.step(5), [do.on(engine, "reset_prefix_cache") for engine in ("prefill", "decode")]
-#: Decode loads one prompt from prefill, one from its own memory, and one prompt that prefill and the memory have.
+#: Decode loads a prompt from prefill, then from its own memory, and then while prefill and this memory have the prompt.
 OF_MULTI = steps(
     [do.ask("a", prompt(100), 5), _FORGET],
     [do.ask_decode("b", prompt(100), 5), _FORGET],  # decode's own memory has this prompt

@@ -1,8 +1,8 @@
 """Combine the recordings of several engines: find each request that reads blocks which another engine keeps for it.
 
 The `kv_transfer_params` of a decode request name the engine and the request whose blocks the decode request reads. The
-event ReadsFrom records the two names. Two facts order the events of two engines without clocks. First, a lease begins
-before the router forwards the parameters. Second, a decode request arrives before its engine sends the release message.
+event ReadsFrom records the two names. Two facts order the events of two engines whose clocks differ. First, a lease
+begins before the router forwards the parameters. Second, a decode request arrives before its release message is sent.
 """
 
 import functools

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 #: kvfix checks an ended request for leaks after STEPS steps and SECONDS seconds. By then, transfers usually have ended.
 STEPS, SECONDS = 32, 3.0
-#: The metadata should list a load in the step after vLLM allocated the load's blocks. kvfix waits PATIENCE steps.
+#: The metadata should list a load in the step in which vLLM allocates the load's blocks. kvfix waits PATIENCE steps.
 PATIENCE = 8
 #: kvfix remembers at most this number of requests whose lookup was never answered.
 GIVEN_UP = 1024
@@ -57,7 +57,7 @@ class WatchedConnector:
         self.audit: Audit | None = None
         self.sees_loads = type(self.reader) is not Reader
         self.ledger = Ledger(sees_loads=self.sees_loads)
-        #: In the scheduler: {request without blocks: last lookup}. In the worker: {request: last load or store}.
+        #: In the scheduler: {request: last lookup or load}. In the worker: {request: last load or store}.
         self._last: dict[str, Event] = {}
         self._due: dict[str, ev.LoadDue] = {}
         self._storing: list[Span] = []

@@ -165,7 +165,7 @@ class _Player:
         self.short.append(f"an event of the file did not happen in the lab within {MOST_STEPS} steps")
 
     def _seed(self, event: ev.Asked) -> int:
-        """Return the seed of a request that has computed the prefix which vLLM had cached, or else a new seed."""
+        """Return the seed of an earlier request with at least `event.computed` computed tokens, or else a new seed."""
         if event.computed:
             for name, reached in reversed(self._reached.items()):
                 if reached >= event.computed and name in self._seeds:

@@ -89,7 +89,7 @@ class Judge(NamedTuple):
         return above > 0 and chance < FALSE_ALARMS / 2
 
     def needed(self, compared: int) -> int:
-        """Return N: of N + SPARE fresh prompts, N must differ to confirm one of `compared` differences."""
+        """Return N. A difference is confirmed if N of N + SPARE fresh prompts differ. compared: number of answers."""
         needed = 1
         while compared * _second(needed, len(self.controls)) > FALSE_ALARMS / 2:
             needed += 1

@@ -1,1 +1,1 @@
-"""Generate documentation from code and from the lab's results. mkdocs calls the module mkdocs_hook."""
+"""Generate documentation from code and from the lab's results. mkdocs runs the functions in mkdocs_hook.py."""

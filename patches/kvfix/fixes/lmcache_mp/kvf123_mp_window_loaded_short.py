@@ -56,6 +56,6 @@ FIX = Fix(
     no_patch={"lmcache": "a patch changes the server's objects, and LMCache must decide what to do with the old ones"},
     attaches=AT_START,  # the windows are registered when the worker starts
     opt_in=True,
-    # The function runs only at the start, so an error of the fix cannot stop loads. kvfix keeps LMCache's answer.
+    # The function runs only at the start. If the fix raises, kvfix keeps LMCache's answer, and cannot prevent loads.
     on_fault="original",
 )

@@ -3,8 +3,8 @@
 Symptom: No error is logged. Prompts that hit the cache return wrong text, until the chunks are evicted. The model has
 layers with attention and layers with recurrent states (Qwen3-Next, Nemotron-H, Granite 4).
 
-Cause: With `mamba_cache_mode="align"` vLLM keeps a state only at the end of each step. In place of all its other
-blocks, the request's list has null block 0 (`MambaManager.allocate_new_blocks`, v1/core/single_type_kv_cache_manager.py
+Cause: With `mamba_cache_mode="align"` vLLM keeps a state only at the end of each step. The request's block list has
+null block 0 in place of all other blocks (`MambaManager.allocate_new_blocks`, v1/core/single_type_kv_cache_manager.py
 0.32.0:1780). vLLM frees each earlier state (:1624), but LMCache's tracker keeps the freed block in its list.
 
 For each chunk, the server stores the state that the chunk's last block holds. The server leaves out the state only if

@@ -1,8 +1,8 @@
 """EngineCore dies when OffloadingConnector fails to copy blocks: the worker asserts that every copy succeeds.
 
 Symptom: The worker dies with a bare `AssertionError` at `assert transfer_result.success` in `get_finished` of
-offloading/worker.py, and EngineCore dies with it. vLLM's own copy between GPU and CPU memory does not trigger this bug.
-Other workers (`spec_module_path`), such as llm-d's worker for a file system, report a failed copy, and the bug occurs.
+offloading/worker.py, and EngineCore dies with it. vLLM's OffloadingWorker for CPU memory never reports a failed copy.
+An OffloadingWorker from `spec_module_path`, such as llm-d's for a file system, can report one and so cause the crash.
 
 Cause: `get_finished` asserts that each copy has succeeded: "we currently do not support job failures"
 (offloading/worker.py 0.32.0:288). vLLM has code that handles a failed copy.
@@ -18,7 +18,7 @@ manager drops the chunks of a failed store. After a failed load vLLM computes th
 from kvfix.fixes import _offloading, api
 from kvfix.fixes.api import Any, Fix, Steps, View, engine_log, fix_around, fix_before, note, replaced, stubs
 
-#: Attribute _REQUESTS of the worker: requests whose load failed. _JOBS of the scheduler and the report: failed jobs.
+#: The fix adds _REQUESTS (requests whose load failed) to the worker, and _JOBS (failed jobs) to scheduler and report.
 _REQUESTS, _JOBS = "_kvfix_failed_requests", "_kvfix_failed_jobs"
 #: Attribute of the metadata and of the worker. It exists only if the scheduler has its part of the fix.
 _TOLD = "_kvfix_knows_failed_copies"

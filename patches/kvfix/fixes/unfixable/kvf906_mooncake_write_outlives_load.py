@@ -3,8 +3,8 @@
 Symptom: After loads that have failed, requests return wrong text with HTTP 200. The decode engine logs `pulling
 kv_caches for [...] failed: transfer failed: Resource temporarily unavailable`. The prefill engine logs nothing.
 
-Cause: The decode engine sends a message with its block ids to the prefill engine. It gives up the load
-VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT plus 60 s later, and frees the blocks (mooncake_connector.py 0.32.0:2350). The
+Cause: The decode engine sends a message with its block ids to the prefill engine. If the load has not ended
+VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT plus 60 s later, decode frees the blocks (mooncake_connector.py 0.32.0:2350). The
 prefill engine's own timeout starts only when the prefill engine takes the message (:1587).
 
 The prefill engine takes the message late if its process hangs, or if all of its 2 * num_workers tasks wait for prefills

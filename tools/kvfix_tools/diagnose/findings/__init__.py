@@ -46,23 +46,23 @@ class Answer(NamedTuple):
 
 
 Decides = TypeVar("Decides", bound=Callable[..., Answer | None])
-#: Pairs (name of a record, answer) for the records whose problem the line shows.
+#: Pairs (name of a problem in rules.toml, answer), one for each problem that the line shows.
 Answers = Iterator[tuple[str, Answer]]
 Keeps = Callable[[Any, Any], None]
 
-#: For each record, the function that decides the record. `functions()` completes this dictionary.
+#: For each problem, the function that decides the problem. `functions()` completes this dictionary.
 FUNCTIONS: dict[str, Callable[..., Answer | None]] = {}
 _NOTES: dict[str, list[Keeps]] = {}
 
 
 def finding(decides: Decides) -> Decides:
-    """Register a function for the record of the same name."""
+    """Register a function for the problem that has the function's name, with "-" for "_"."""
     FUNCTIONS[decides.__name__.replace("_", "-")] = decides
     return decides
 
 
 def decides(*records: str) -> Callable[[Callable[..., Answers]], Callable[..., Answers]]:
-    """Register a function for these records. The function yields pairs (record, answer)."""
+    """Register a function for these problems of rules.toml. The function yields pairs (name of the problem, answer)."""
 
     def register(answers: Callable[..., Answers]) -> Callable[..., Answers]:
         FUNCTIONS.update({record: partial(_answer_of, record, answers) for record in records})

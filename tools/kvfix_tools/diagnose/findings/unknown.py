@@ -14,7 +14,7 @@ from kvfix_tools.diagnose.problems import Problem
 
 #: Kinds of lines that an engine logs only after it has started.
 _STARTED = ("up", "engine_up", "stats", "asked", "stored", "moved", "answered_500", "closing", "recorded")
-#: End of the sentence about an exception without a text and without a traceback.
+#: End of the sentence about an exception that has no message, and whose traceback kvfix could not read.
 _CUT = ", without a message. The last lines of its traceback, before this line, show the cause"
 
 
@@ -61,7 +61,7 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
 
 
 def _of_error(log: Diagnosis, first: LogLine) -> tuple[Problem | None, Answer]:
-    """Return (general record of the first error or None, answer about the error)."""
+    """Return (known problem with key `general` that fits the first error, or None; answer about the error)."""
     heading = log.failures.heading if not first.fields.get("frames") else None
     general = problems.general(first) or (problems.general(heading) if heading is not None else None)
     return general, Answer(
@@ -118,7 +118,7 @@ def _of_the_end(log: Diagnosis) -> tuple[Problem | None, Answer | None]:
         return None, None
     if death is None:
         return None, Answer(sentence, "")
-    # If the log lacks its beginning, the API server may have logged this line during an orderly shutdown.
+    # The API server also logs these texts in an orderly shutdown, whose first lines the log may lack.
     echo = b"EngineDeadError" in death.body or b"output_handler failed" in death.body
     sentence = f"{sentence}: {death.evidence.text[:160]}"
     return problems.general(death), Answer(sentence, "", sure=False, evidence=(death,), note=echo)

@@ -22,7 +22,7 @@ class Group:
     worker shares the list objects with the scheduler and the connector. Several workers have a copy each.
 
     A request in the batch also has a row in the block table. When a request joins the batch, the runner fills the row
-    from the block list (gpu_input_batch.py 0.32.0:393). Then each step appends new blocks to the row (:1450).
+    from the block list (gpu_input_batch.py 0.32.0:393). Each step appends new blocks (gpu_model_runner.py 0.32.0:1450).
     """
 
     def __init__(self, group: KVGroup, memories: Sequence[Slots]) -> None:

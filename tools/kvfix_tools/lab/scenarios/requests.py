@@ -1,4 +1,4 @@
-"""Requests that are preempted or have special options, sessions, weight updates, and requests that block each other."""
+"""Scenarios of preempted requests, special options, sessions, weight updates, and requests that block each other."""
 
 from functools import partial
 
