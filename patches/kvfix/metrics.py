@@ -20,7 +20,7 @@ _PLAIN = (int, bool, str, float, type(None))
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of the wrappers with one key, for example a fix. acted: actions. faults: errors. first: first action."""
+    """Counts of all wrappers with the same key, such as KVF001. acted: actions. faults: errors. first: first action."""
 
     key: str
     acted: int = 0
@@ -28,7 +28,7 @@ class Tally:
     first: str = ""
 
 
-#: The tally of the wrapper that a `WrappedFunction` makes now, otherwise NONE. `session.lock` protects `composing`.
+#: `composing` is the tally of the wrapper that a `WrappedFunction` is making, or NONE. `session.lock` protects it.
 composing = NONE = Tally("")
 
 

@@ -113,7 +113,7 @@ def backwards(clock: str) -> Any:
     return mock.patch(clock, iter(range(10**9, 0, -1)).__next__)
 
 
-#: Hooks without `get_transfer_results`, which the lab calls only with several KV groups.
+#: All hooks except `get_transfer_results`, because the lab calls this hook only with several KV groups.
 HOOKS = [name for name in vars(WatchedConnector) if name.startswith(("before_", "after_")) and "results" not in name]
 #: Faults that also plant a finding, for which kvfix logs a separate line.
 WITH_FINDING: dict[str, Callable[[], Any]] = {

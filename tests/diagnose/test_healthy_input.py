@@ -32,7 +32,7 @@ def parts(whole: list[bytes], step: int) -> Iterator[list[bytes]]:
 
 
 def found(text: bytes, general: bool = False) -> list[str]:
-    """Return the codes of findings that are not notes. general: also return codes of notes from `general` records."""
+    """Return the codes of findings that are no notes. general: include notes of problems with `general = true`."""
     return [
         each.rule.code
         for each in diagnosed(text).findings
@@ -63,5 +63,5 @@ def test_what_is_no_log_of_an_engine_has_no_finding(path: Path) -> None:
     assert found(b"".join(whole)) == []
     for part in parts(whole, 10):
         assert found(b"".join(part)) == [], part[0]
-    for line in whole if path not in PAGES else ():  # kvfix's pages quote messages, and a message alone is a finding
+    for line in whole if path not in PAGES else ():  # kvfix's pages quote messages, and one message gives a finding
         assert found(line) == [], line

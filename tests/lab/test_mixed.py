@@ -1,4 +1,4 @@
-"""Mixed roll-out: only one of two engines has the default fixes. The pair violates no rule that the release keeps."""
+"""Mixed roll-out: one of two engines has the default fixes. The pair breaks only rules that the release breaks too."""
 
 from functools import partial
 from math import inf
@@ -22,7 +22,7 @@ PLAYED = [
 
 
 def fuzzed(connector: str, fixes_in: str, seeds: int) -> dict[str, Any]:
-    # Without fixes, requests may wait for ever. All other schedules of these seeds end within these steps.
+    # Without fixes, some schedules never end. All other schedules of these seeds end within 500 steps.
     with mock.patch.object(late.fuzz_run, "play", partial(late.play, end=500)):
         return dict(late.fuzz(late.Run(connector, True, fixes_in=fixes_in), range(seeds), inf, shrinking=0).as_json())
 
@@ -94,7 +94,7 @@ def test_the_fixes_act_in_that_engine_alone(connector: str, fixes_in: str) -> li
     [
         # KVF353 is opt-in because both engines need it. If one engine lacks it, the engines count tokens differently.
         ("nixl-pull", 1, "KVF353", [True, True, True]),
-        # With KVF364 requests end earlier, so other loads share a message, and decode shows the bug of KVF369.
+        # With KVF364, requests end earlier. Decode then asks for other loads in one message, and has the KVF369 bug.
         ("mooncake-multi", 35, "KVF364", [True, False, False]),
     ],
 )

@@ -24,8 +24,8 @@ NAMES = ("request_success", "external_prefix_cache_queries", "external_prefix_ca
 @dataclass
 class Engine:
     noise: float = 0.0  # deviation of a log probability between two computations
-    #: Return True for a wrong answer. Arguments: prompt, prompt tokens from the connector, requests since the last read
-    #: of /metrics. `kvfix verify` reads /metrics before and after each request that it sends alone.
+    #: Return True to make the answer wrong. Arguments: prompt, prompt tokens from the connector, requests since the
+    #: last read of /metrics. `kvfix verify` reads /metrics before and after each request that it sends alone.
     wrong: Callable[[list[int], int, int], bool] = lambda prompt, hit, together: False
     keeps: int = 1 << 30  # number of prompts that the connector can keep
     others: bool = False  # each request comes together with a request of another client

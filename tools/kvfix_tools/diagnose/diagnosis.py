@@ -212,7 +212,7 @@ class Diagnosis:
         for rule, answer in answered:
             if rule.signs and rule.gives_way(shown, line):
                 continue
-            # If the line quotes an error that is a known problem, report that problem instead of this record.
+            # If the line quotes an error that is a known problem, report the known problem instead of `rule`.
             quoted = problems.quoted(rule, self, line)
             if quoted is not None:
                 rule, answer = quoted, answer._replace(sure=quoted.certain)
@@ -254,7 +254,7 @@ class Diagnosis:
             self._on_found(found)
 
     def _began(self, found: LogFinding) -> float:
-        """Return `began` for a finding made at the log's end: just after the findings above this finding's lines."""
+        """Return a value of `began` that sorts a finding of the log's end after all findings with earlier lines."""
         if not found.evidence:
             return math.inf
         file, number, _ = found.evidence[0]

@@ -16,7 +16,7 @@ _OWN = 1 << 20
 #: kvfix parses at most this number of bytes of a line.
 LONGEST_LINE = 1 << 16
 _DEBUG = FRAME + b"DEBUG:"
-#: A process, a colour and the time take at most this number of bytes before the fixed text of LMCache's prefix.
+#: Maximum bytes before the fixed text of LMCache's prefix: the process's name, a colour code and the time.
 _HEAD = STAMP + 24
 #: An input is a paste of messages if at most this number of its lines are neither messages nor in tracebacks.
 _FEW = 5
@@ -40,7 +40,7 @@ class Scanner:
         self._placed = ("", "", 0, b"")
         #: The year in LMCache's first line. kvfix uses this year for vLLM's lines, which have no year.
         self._year = b""
-        #: The choice of lines without a logger's prefix that kvfix parses. None before the first block.
+        #: Tells which lines without a logger's prefix kvfix parses. None before the first block.
         self._headless: Headless | None = None
         #: True if an input line has the prefix of vLLM's or LMCache's logger.
         self.is_own = False

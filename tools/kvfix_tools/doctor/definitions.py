@@ -40,7 +40,7 @@ _WORDS = {
 
 
 class Definition(NamedTuple):
-    """A setting. kind: the type, usually a key of KINDS. converted: True if LMCache converts a variable's text."""
+    """A setting. kind: the type, usually a key of KINDS. converted: LMCache converts an environment variable's text."""
 
     name: str
     kind: str
@@ -175,7 +175,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def wrong_type(kind: str, optional: bool, value: Any, typed: bool) -> bool:
-    """Return True if LMCache cannot use the value. typed: True for YAML and JSON, False for a variable's text."""
+    """Return True if LMCache cannot use the value. typed: True for YAML and JSON, False for an environment variable."""
     if value is None:
         return not optional
     if kind in ("str", "list[str]"):
@@ -185,7 +185,7 @@ def wrong_type(kind: str, optional: bool, value: Any, typed: bool) -> bool:
     if isinstance(value, bool):
         return True
     try:
-        if kind == "dict":  # LMCache expects JSON in a variable (config.py 0.5.6:382)
+        if kind == "dict":  # LMCache expects JSON in an environment variable (config.py 0.5.6:382)
             return not isinstance(json.loads(value or "{}") if isinstance(value, str) else value, dict)
         items = [value]
         if kind.startswith("list"):

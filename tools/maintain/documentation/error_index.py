@@ -14,13 +14,13 @@ from kvfix_tools.diagnose.findings import Severity
 from kvfix_tools.diagnose.problems import Problem
 from maintain.documentation.markdown import code, filtered, link, links
 
-#: Kinds of lines that every log has. The index omits these lines, because only their numbers show a problem.
+#: Kinds of lines that every log has. The index omits these lines, because only the values in a line show a problem.
 _ORDINARY = {"asked", "retrieved", "stats"}
 #: Names of the grammar's messages that are texts of exceptions.
 RAISED = {message.name for message in grammar.MESSAGES if message.source == "raised"}
 #: Markdown for code: a text between backticks, or between double backticks if the text has a backtick.
 _SPAN = re.compile(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)", re.S)
-#: A span that begins with one of these texts is the end of a message, a command or an option, but not a message.
+#: A span that begins with one of these texts is a command, an option, or only the end of a message.
 _NO_MESSAGES = ("...", ", ", "kvfix ", "py-spy ", "lmcache server", "--", "POST ")
 
 

@@ -9,7 +9,7 @@ runs in the scheduler's process by default (`uni`), so tracker and worker share 
 tracker and worker both append the new blocks to this list (:1422), so the list has each new block twice.
 
 LMCache calculates slots from this list. The slots then belong to other tokens, and LMCache stores the KV of these
-tokens under valid keys. If a step leaves the request out, the worker later copies wrong blocks from the list.
+tokens under valid keys. After a step without the request, the worker fills its block table from the wrong list.
 
 Fix: After `build_connector_meta`, before the worker runs, the fix gives the tracker of each resumed request a copy of
 the list. (A wrapper of `update` would cost a sixth of the time of a step with 256 requests.)

@@ -12,7 +12,7 @@ At the end of a request, vLLM also frees the blocks before the window at once (s
 other blocks of the request only when the stores have ended. LMCache waits for its stores only after a preemption
 (`need_flush_before_forward`, lmcache_mp_connector.py 0.5.6:1478).
 
-Fix: The fix records the window blocks and state blocks in stores, and which of these blocks vLLM has freed. When a step
+Fix: The fix records which window blocks and state blocks the stores read, and which of them vLLM has freed. If a step
 uses a freed block, the fix sets the metadata flag that LMCache sets after a preemption. The workers then wait before
 the step for the stores in flight, at most LMCache's `mq_timeout` for each. Up to LMCache 0.5.5 the fix needs KVF106.
 - Releases: LMCache 0.4.7 to 0.5.6. Earlier releases were not tested with several KV groups.

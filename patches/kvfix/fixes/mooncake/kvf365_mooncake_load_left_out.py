@@ -7,8 +7,8 @@ Cause: If a transfer no longer exists when its turn comes, the prefill engine's 
 nor as failed (mooncake_connector.py 0.32.0:1621). The decode engine handles only the requests that are named
 (process_pulling_result, :2402), and ends the connection after the last answer.
 
-Fix: After the last answer, the fix reports the requests that no answer has named as failed (kv_load_failure_policy).
-- Upstream: None known; fixed in 0.33.0, which counts a request that the last answer leaves out as failed.
+Fix: After the last answer, the fix reports a request as failed if no answer has named it (kv_load_failure_policy).
+- Upstream: None known; fixed in 0.33.0, which counts a request as failed if the last answer leaves it out.
 """
 
 from kvfix.fixes import _mooncake

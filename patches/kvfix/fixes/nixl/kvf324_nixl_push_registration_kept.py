@@ -1,14 +1,14 @@
 """The prefill worker's memory grows: NixlPushConnector keeps registrations of requests that it does not have.
 
-Symptom: The memory grows with each decode request whose prefill was aborted, had ended, or went to another request.
+Symptom: The memory grows with each decode request whose prefill is aborted, has expired, or serves another request.
 
 Cause: A registration names the decode engine's blocks. Before the end of its prefill, the registration waits in
 `_pending_d_registrations`, under the decode engine's id of the request. The worker drops it by the prefill engine's id
 (push_worker.py 0.32.0:276, `_evict_finished_inbox`). The two ids have different ends (`-` and eight digits), so the
 worker drops nothing. To pair requests, the worker compares ids without this end (:413). So it can write the KV of a
-later request with the same id into the blocks of the old registration. The later request's registration waits.
+later request with the same id into the blocks of the old registration. The later decode request gets no KV.
 
-Fix: The fix drops a registration after `push_registration_timeout`. The decode engine drops its copy earlier.
+Fix: The fix drops a registration after `push_registration_timeout`. The decode engine starts this timeout earlier.
 - Remove when: vLLM drops registrations for which nothing is pushed.
 """
 

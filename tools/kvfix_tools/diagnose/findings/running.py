@@ -144,7 +144,7 @@ def preempted_while_stored(log: Diagnosis, line: LogLine) -> Answer | None:
     return Answer("requests were preempted, and this LMCache does not wait for stores in flight")
 
 
-#: In a prompt, CacheBlend's separators have fewer than _SEPARATORS tokens. Lookups count separators, but stores do not.
+#: All CacheBlend separators of a prompt have fewer than _SEPARATORS tokens. Lookups count them, but stores do not.
 #: CacheBlend loads layer by layer. LMCache's log line about a layerwise load has the text `out of total`.
 _SEPARATORS = 64
 

@@ -139,7 +139,7 @@ class RealServer(Server):
         self.events.counts["server_restarts"] += 1
 
     def give_up_lookups(self) -> None:
-        """Record that the adapter may drop all lookups, as for a dead server. `_end_leases` releases the locks."""
+        """Record that the adapter of a dead server may drop all lookups. `_end_leases` releases the locks."""
         self._leases |= self._whose()
 
     def _end_leases(self) -> None:
@@ -219,7 +219,7 @@ class RealServer(Server):
         self._end_leases()
         now = self.process.locks()
         self.events.counts["evicted_by_server"] += max(0, len(self.chunks.cache) - now["objects"])
-        # If the adapter drops and repeats a lookup, no role knows the first lookup's locks. Blame no request for them.
+        # If the adapter drops and repeats a lookup, no connector role knows the first lookup's locks. Blame no request.
         whose = self._whose() or (set() if self._leases else {*self._lookups, *self.storing})
         more = {what: now[what] - self._before[what] for what in ("read locks", "write locks", "lookups")}
         return {f"{what} of the server ({number})": whose for what, number in more.items() if number > 0}

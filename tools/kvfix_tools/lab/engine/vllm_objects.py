@@ -71,7 +71,7 @@ def _model(kv_heads: int) -> configs.ModelConfig:
 
 
 def _speculative(options: Options, model: configs.ModelConfig) -> configs.SpeculativeConfig | None:
-    """Return a configuration for ngram, which needs no draft model, but with the method of `options.drafter`."""
+    """Make a configuration for ngram, which needs no draft model. Then replace its method by `options.drafter`."""
     if not options.drafter:
         return None
     config = configs.SpeculativeConfig(

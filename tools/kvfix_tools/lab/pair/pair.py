@@ -45,12 +45,12 @@ class Pair(Engines):
         self.network.add = self.add
         self.ask_at_once = partial(self.ask, at_once=True)
         self.asked: dict[str, _Asked] = {}
-        #: _takes: steps between prefill's output and the message to decode. _to_send: (due step, request, parameters).
+        #: _takes: steps between prefill's output and the decode request. _to_send: (due step, request, parameters).
         self._takes = 0
         self._to_send: list[tuple[int, str, Params | None]] = []
-        #: {request: parameters of its last message to decode}. The router can send these requests to decode again.
+        #: {request: parameters of its last decode request}. The router can send these decode requests again.
         self.sent: dict[str, Params] = {}
-        #: Faults for the parameters of the next requests to decode, one fault (a key of MALFORMED) for each request.
+        #: Faults (keys of MALFORMED). Each of the next decode requests gets parameters with one of these faults.
         self.malformed: list[str] = []
         #: {request: its stop token}
         self._stops: dict[str, int] = {}
@@ -179,7 +179,7 @@ class Pair(Engines):
         self.may_fail()
         setattr(self, name, self._start(name, blocks))
         if name == "decode":
-            self.sent.clear()  # a request that is sent to decode again would read freed blocks of prefill (KVF340)
+            self.sent.clear()  # a decode request that is sent again would read freed blocks of prefill (KVF340)
 
     def on(self, name: str, step: str, *arguments: Any) -> None:
         """Play `step`, the name of a method of LabEngine or its connector, on one engine."""
@@ -258,7 +258,7 @@ class Pair(Engines):
 
     @property
     def waiting(self) -> set[str]:
-        """The requests that the router has not sent to decode yet, although they are ready to be sent."""
+        """The requests whose decode request waits in the router."""
         return {each[1] for each in self._to_send}
 
     def ask(
@@ -283,7 +283,7 @@ class Pair(Engines):
         self.ask(name, asked.prompt, asked.max_tokens, at_once=asked.at_once)
 
     def send_again(self, name: str) -> None:
-        """Send a request to decode again, as a router does if it gets no answer."""
+        """Send a decode request again, as a router does if it gets no answer."""
         params = self.sent.get(name)
         if params is not None:
             self._counts["sent_again"] += 1
@@ -295,11 +295,11 @@ class Pair(Engines):
         self._stops[name] = continued(prompt, 1)[-1]
 
     def router_takes(self, steps: int) -> None:
-        """Set how many steps the router waits between prefill's output and the message to decode."""
+        """Set how many steps the router waits between prefill's output and the decode request."""
         self._takes = steps
 
     def malform(self, what: str) -> None:
-        """Put this fault (a key of MALFORMED) into the parameters of the next request to decode."""
+        """Put this fault (a key of MALFORMED) into the parameters of the next decode request."""
         self.malformed.append(what)
 
     def answered(self, engine: PairEngine, output: Any) -> None:
@@ -373,7 +373,7 @@ class Neighbours(Engines):
         self.engines = first, Neighbour(options, "second", first.caches)
 
     def of(self, number: int, step: tuple[Any, ...]) -> tuple[Neighbour, ...]:
-        """Return the engines that make this step: both, none, or one by the request's number or by `number`."""
+        """Return the engines that make a step. For most steps, the request's number or `number` selects one engine."""
         kind = step[0]
         if kind in ("step", "new_weights"):
             return self.engines if kind == "step" else ()  # new weights must reach both engines at the same time
