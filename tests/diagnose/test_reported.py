@@ -17,7 +17,7 @@ MESSAGES = [
     for row in rows
     if row.message in error_index.kinds()
 ]
-#: Messages that LMCache and LMCache's copy in vLLM log. Without a logger's head, the message counts as LMCache's.
+#: Messages that both LMCache and vLLM's copy of LMCache log. Without a prefix, kvfix takes the message for LMCache's.
 BOTH = {text for dist, *_, text in MESSAGES if dist == "vllm"} & {each[-1] for each in MESSAGES if each[0] == "lmcache"}
 
 

@@ -113,7 +113,7 @@ def test_a_full_disk_ends_no_thread() -> list[Any]:
 
     vars(disk_backend)["torch"] = cuda_stand_in.Torch()
     worker = SimpleCPUOffloadWorker(None, None, 0)
-    with suppress(AssertionError):  # the assertion needs a configuration
+    with suppress(AssertionError):  # vLLM asserts that a KV cache configuration exists
         worker.register_kv_caches({"layer": torch.zeros(1)})
     from_scheduler: Any = SimpleCPUOffloadMetadata()
     from_scheduler._kvfix_knows_failed_copies = True

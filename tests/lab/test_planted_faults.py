@@ -20,7 +20,7 @@ from tests.lab.planted_faults import DRAFTS
 from tests.lab.planted_in_pairs import COPIED, FEWER, GROUPS, MORE
 from tests.lab.planted_in_ranks import LARGER_BLOCKS, ONE_OBJECT, RANKS, SHARES, STATES_AND_DRAFTS
 
-#: The only allowed finding. This release has the bug of scenario priority-left-after-resume.
+#: The only allowed finding. The tested LMCache has the bug of scenario priority-left-after-resume.
 KNOWN = "_requests_priority still holds it"
 FETCH, LAYERS = {"enable_async_loading": True}, {"use_layerwise": True}
 
@@ -30,7 +30,7 @@ WITH_DRAFTS = {**ONE, **dict.fromkeys(("drafts_proposed", "drafts_accepted", "dr
 #: The three prompts have 310 tokens together. The second prompt may hit 96 tokens in blocks of the first prompt.
 PAIR = {"loaded_tokens": 310 - 96}
 LEASES, OF_RANKS = {**PAIR, "leases": 3}, {**PAIR, "leases": 3 + 12, "ranks_apart": 1}
-#: Prefill and decode's memory both have the third prompt. Decode loads from prefill (BESIDE) or from its memory (OWN).
+#: Decode loads the third prompt from prefill (BESIDE), or from its own LMCache, which also has the prompt (OWN).
 BESIDE = {"loads_of_kv_producer": 1, "loads_of_kv_consumer": 1, "loaded_beside": 2}
 OWN = {**BESIDE, "loads_of_kv_consumer": 2, "loaded_beside": 1}
 #: (setup, changed options, minimum counts)

@@ -27,7 +27,7 @@ from kvfix_tools.lab.releases import code
 
 FILE = Path("docs/matrix.json")
 VLLM = Path(".cache/vllm")
-#: Files that list vLLM releases with an environment: releases built for the CPU, and releases of Python files only.
+#: Files that list the vLLM releases in .cache/vllm: releases built for the CPU, and releases without compiled files.
 VLLM_RELEASES = Path("requirements/vllm-releases.txt"), Path("requirements/vllm-python-only.txt")
 LMCACHE = Path(os.environ.get("KVFIX_TEST_RELEASES", ".cache/lmcache"))
 #: The script that runs the scenarios of one vLLM release, in this release's environment.

@@ -52,7 +52,7 @@ def computed(scheduler_output: Any) -> dict[str, int]:
 
 
 def has_several_groups(connector: Any) -> bool:
-    """Return True if the model has several KV groups. Return False for lazy stores, which check their own blocks."""
+    """Return True if the model has several KV groups, but False if LMCache checks the blocks itself (lazy_offload)."""
     return len(connector._group_tokens_per_block) > 1 and not getattr(connector, "lazy_offload", False)
 
 
@@ -64,7 +64,7 @@ def has_transfers(connector: Any, answer: Any, scheduler_output: Any, metadata: 
 def stored(hook: Any, module: Any, connector: Any, computed: int, tokens: int, **blocks: Any) -> list[Any]:
     """Return, for probes, the metadata of a step that computes `tokens` more tokens of a request with two KV groups.
 
-    blocks: arguments of `stubs.step` for a request that is not new. The request's tracker already has the blocks.
+    blocks: for a request that is not new, arguments of `stubs.step`. `scheduler_side` gives the tracker all blocks.
     """
     metadata = module.LMCacheMPConnectorMetadata()
     new = None if blocks else stubs.Stub(req_id=stubs.NAME, num_computed_tokens=computed)

@@ -111,7 +111,7 @@ class Releases:
         )
 
     def within(self, dist: str, specifier: str, file: str | None = None, ran: str | None = None) -> bool | None:
-        """Return True if the specifier contains release `ran` (default: the file's, see `one`), or None if unknown."""
+        """Return whether the specifier contains `ran` (default: all releases of `_possible`), or None if unknown."""
         inside = {_within(each, specifier) for each in ([ran] if ran else self._possible(dist, file))}
         return inside.pop() if len(inside) == 1 else None
 

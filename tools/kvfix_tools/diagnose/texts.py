@@ -212,14 +212,14 @@ def parsed(line: bytes, headless: Headless) -> tuple[Other, bytes]:
 
 @lru_cache(maxsize=2048)
 def _parsed(head: bytes, tail: bytes, headless: Headless) -> Other:
-    """Parse the line `head` + time + `tail`, whose time was removed. If `tail` is empty, `head` is the whole line."""
+    """Parse a line. head, tail: the text before and after the time. If `tail` is empty, `head` is the whole line."""
     return Other(head + _NO_TIME + tail if tail else head, headless)
 
 
 @lru_cache(maxsize=256)
 def process(prefix: bytes) -> str:
-    """Return the last process that the prefix names, because an earlier process name belongs to another line."""
-    if prefix.find(b"pid=") < 0:  # `in` takes three times as long, because it first tries to convert to a number
+    """Return the last process that the prefix names. Another process's message may end in the prefix."""
+    if prefix.find(b"pid=") < 0:  # `in` takes three times as long: Python first tries to read b"pid=" as a number
         return ""
     named = _PROCESS.findall(prefix)
     if not named:

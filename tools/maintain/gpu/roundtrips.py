@@ -43,7 +43,7 @@ def known(report: RunReport) -> bool:
 
 
 def differs(report: RunReport) -> bool:
-    """Return True if the engine loaded tokens, and all its answers are wrong."""
+    """Return True if in each run the engine loaded tokens, and its outputs differ."""
     wrong = ["outputs differ" in one.reason and " 0 loaded" not in one.operations for one in report.results]
     return bool(wrong) and all(wrong)
 

@@ -27,7 +27,7 @@ heartbeat, and the read locks of these loads stay on the server until they time 
 from kvfix.fixes import _mp, api
 from kvfix.fixes.api import Any, Fix, Steps, View, engine_log, fix_after, fix_around, fix_before, replaced, stubs
 
-#: {transfer: the answer of a server that has moved nothing}. A new server answers lookups, so they are not in here.
+#: {transfer: the answer that makes the transfer fail}. Lookups are not in here, because a new server answers lookups.
 _TRANSFERS = {
     "prepare_store": stubs.Stub(context={}),
     "commit_store": False,

@@ -30,7 +30,7 @@ def _fix(owner: Owner) -> Fixing:
     def fix(module: Any) -> Any:
         scheduler = getattr(module, owner.name)
         keys = _asked_for(scheduler.update_state_after_alloc)
-        # In this release, prefill names a list of blocks for each KV group. Up to vLLM 0.15 it names one list.
+        # True if prefill names a list of blocks for each KV group. Up to vLLM 0.15, prefill names one list.
         groups = str(getattr(scheduler.request_finished, "__annotations__", {}).get("block_ids")) != "list[int]"
 
         def is_complete(connector: Any, request: Any) -> bool:

@@ -10,7 +10,7 @@ for the other direction, where prefill reads from decode (pull_scheduler.py 0.32
 
 Fix: With the fix, the prefill engine tells the decode engine when the lease ends. The decode engine adds the time by
 which its heartbeats have renewed the lease. A read that ends after the lease fails, and `kv_load_failure_policy`
-decides. With `bidirectional_kv_xfer`, which uses `remote_blocks_expiry_time` otherwise, the fix does nothing.
+decides. The fix does nothing with `bidirectional_kv_xfer`, because vLLM then uses `remote_blocks_expiry_time` itself.
 
 Mixed roll-out: Use the fix in both the prefill engine and the decode engine, or in neither. If only one engine has it,
 the decode engine still reads blocks whose lease has ended. The prefill engine adds `remote_blocks_expiry_time` to the
@@ -33,7 +33,7 @@ def _ended(connector: Any, answer: tuple[bool, Any], *_: Any, **__: Any) -> tupl
 
 @fix_after(when=lambda impl, answer, *_: answer[0] and not impl.is_bidirectional_kv_xfer_enabled, on_fault=_ended)
 def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any) -> None:
-    # The key alone changes no outcome. So this code changes the result in place, and kvfix counts no action of the fix.
+    # kvfix counts an action if a fix returns a new result. The key alone is no action, so change the result in place.
     answer[1]["remote_blocks_expiry_time"] = connector._reqs_need_send[request.request_id]
 
 

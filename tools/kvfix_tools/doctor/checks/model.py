@@ -162,7 +162,7 @@ def layout(setup: Setup) -> Iterator[Line]:
 
 @check("blending")
 def blending(setup: Setup) -> Iterator[Line]:
-    """With enable_blending, vLLM's worker has the line that registers the model, and LMCache supports the model."""
+    """With enable_blending, gpu_worker.py registers the model with VLLMModelTracker, and LMCache supports the model."""
     if setup.v1 is None or not setup.on("enable_blending"):
         return
     worker = setup.packages.text("vllm.v1.worker.gpu_worker")

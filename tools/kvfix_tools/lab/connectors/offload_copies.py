@@ -23,7 +23,7 @@ from kvfix_tools.roundtrip import cuda_stand_in
 
 
 class Copies:
-    """The copies of one rank between its slots and its CPU memory. gpu: a row with the bytes of each GPU block."""
+    """The copies of one rank between its slots and its CPU memory. gpu: a tensor with a row of bytes per GPU block."""
 
     #: The object with both roles of the connector (`BothRoles`).
     owner: Any

@@ -25,7 +25,7 @@ from kvfix_tools.lab.pair.pair_engine import PairSide
 
 
 class Counted:
-    """Counts the loads of the child between the engines, and reports failed loads. Records no LMCache events."""
+    """Counts the loads of the child that transfers KV. Reports failed loads, and records no LMCache events."""
 
     def __init__(self, events: RequestEvents) -> None:
         self._events, self.model = events, events.model
@@ -41,7 +41,7 @@ class Counted:
 
 
 def _in_turn(child: Any) -> Any:
-    """Change this worker of a pair so that the MultiConnector gets the worker's reports too. Return the worker."""
+    """Let the MultiConnector get the child's reports through this worker, which records events. Return the worker."""
     called = child.called
     child.called = SimpleNamespace(get_transfer_results=called.get_transfer_results)
 

@@ -184,7 +184,7 @@ def signature(finding: Finding) -> str:
 
 
 def shrink(schedule: Schedule, wanted: str, seconds: float = 45.0, player: Callable[[Any], Played] = play) -> Schedule:
-    """Return the shortest schedule with a finding of this signature that the search finds within `seconds`."""
+    """Search for at most `seconds`. Return the shortest schedule found that has a finding of this signature."""
     until = time.monotonic() + seconds
 
     def shows(candidate: Schedule) -> bool:

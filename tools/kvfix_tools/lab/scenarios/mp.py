@@ -277,8 +277,8 @@ SCENARIOS: dict[str, Any] = {
     ),
     "mp-window-loaded-short": windows(
         # For three MTP modules vLLM keeps two tokens before the window of 32. LMCache loads the last two blocks of "r".
-        # vLLM also keeps and caches the block before these two, from token 80 on. "other", without a hit in LMCache,
-        # hits 112 tokens in vLLM and reads from token 81 on.
+        # vLLM also keeps and caches the block of tokens 80 to 96, which LMCache does not load. "other", without a hit
+        # in LMCache, hits 112 tokens in vLLM and reads from token 81 on.
         [do.stored_elsewhere(prompt(128)), do.serve("r", prompt(160), max_tokens=2), do.lookups_fail(1)],
         do.admit("other", prompt(128) + prompt(40, seed=1), max_tokens=2),
         shows="LAB001 in KV group 1",
