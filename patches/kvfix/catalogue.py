@@ -86,7 +86,7 @@ def rows(judge: Callable[[Target], Applicability] = applicability.judge) -> list
 
 
 def rows_of(fix: Fix, judge: Callable[[Target], Applicability] = applicability.judge) -> Iterator[FixRow]:
-    """Yield one row for each distribution of this fix, with the worst state of the fix's groups."""
+    """Yield one row for each distribution of this fix, with the worst state of all copies of the fixed code."""
     decisions = applicability.decide(fix, lambda target: session.judged.get(target) or judge(target))
     for dist in fix.dists:
         outcomes = [_outcome(fix, decision) for decision in decisions if dist in decision.dists]
@@ -97,7 +97,7 @@ def rows_of(fix: Fix, judge: Callable[[Target], Applicability] = applicability.j
 
 
 def _outcome(fix: Fix, decision: Decision) -> Applicability:
-    """Return the state, in this process, of the group that the decision is about."""
+    """Return the state that the decision's copy of the code has in this process."""
     if decision.outcome.state != "applicable":
         return decision.outcome
     if not fix.fixable:

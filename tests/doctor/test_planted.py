@@ -44,7 +44,7 @@ def words(folder: Path, transfer: dict[str, Any] | None) -> list[str]:
 
 @pytest.mark.parametrize("which", ["in process", "two ranks", "multi process", "plain"])
 def test_a_set_up_that_works_has_no_complaint(which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run all checks except the check of compiled extensions, which needs torch (test_the_installation_itself)."""
+    """Run all checks with a fake result for the compiled extensions. `test_the_installation_itself` loads them."""
     facts = {"version": "2.13.0", "cuda": None, "available": False}
     monkeypatch.setattr(extensions, "attempt", lambda *_: extensions.Tried(facts, {}, "not in this test"))
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -1,4 +1,4 @@
-"""A process whose connector hangs in a hook. With `deaf` no signal handler runs. `engine NAME` names its engine."""
+"""Hang in a connector hook. The argument `deaf` blocks signal handlers. Arguments `engine NAME` set an engine id."""
 
 import ctypes
 import signal

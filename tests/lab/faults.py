@@ -88,7 +88,7 @@ _SAFE = (
 
 @functools.cache
 def _cannot_fail(file: str) -> frozenset[int]:
-    """Return the lines of the file that cannot raise, and the lines in `finally`, because they restore objects."""
+    """Return lines at which `Plan` never raises: lines that cannot raise, and `finally` blocks that restore objects."""
     tree = ast.parse("".join(linecache.getlines(file)))
     safe = [each for node in ast.walk(tree) if isinstance(node, ast.Try) for each in node.finalbody]
     for node in ast.walk(tree):

@@ -270,7 +270,7 @@ def is_worker(role: Role) -> bool:
     ("role", "answer", "faults"), [(True, "own 1 2 3", 0), (False, "own 1 3", 0), (None, "own 1 closed 3", 1)]
 )
 def test_only_chooses_the_wrappers_of_an_instance(role: bool | None, answer: str, faults: int) -> None:
-    """kvfix leaves the wrapper out of calls on other instances. If `only` raises, the wrapper's `on_fault` answers."""
+    """kvfix calls the wrapper on instances that `only` accepts. If `only` raises, the wrapper's `on_fault` answers."""
 
     def adds(text: str, **options: Any) -> Any:
         return fix_after(on_fault=lambda role, answer: f"{answer} closed", **options)(

@@ -92,7 +92,7 @@ class Failures:
 
     @property
     def heading(self) -> LogLine | None:
-        """The first line with pydantic's number of errors or C++'s terminate message, or None."""
+        """The first line that announces an error of pydantic or C++ but does not show the error, or None."""
         return next((line for line in self.lines if _is_heading(line) or _terminates(line)), None)
 
     def is_ending(self, line: LogLine) -> bool:

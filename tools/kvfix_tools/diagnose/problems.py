@@ -39,7 +39,7 @@ _BEFORE = {"0.15": "0.11.2.post2", "0.20": "0.15.1", "0.26": "0.20.2", "0.32": "
 class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The record of a known problem. docs/knowledge.md describes the fields, and how to add a record.
 
-    message: the text of the violation if the record is a rule of the ledger, else None. The text identifies the fixes.
+    message: the text of the violation if the record is a rule of the ledger, else None. `fixes` searches this text.
     """
 
     code: str
@@ -212,7 +212,7 @@ def _index() -> tuple[BytesAhoCorasick, list[_Numbered], dict[str, _Numbered]]:
 
 
 def at(line: LogLine) -> tuple[Problem, ...]:
-    """Return the records that have a sign that fits the line and are not general. Do not check the log's releases."""
+    """Return the records with a sign that fits the line, except general records. Do not check the log's releases."""
     if line.name == "logged":
         return _at("logged", line.body, "", "", "", (), False)
     get = line.fields.get

@@ -94,7 +94,7 @@ def _title(log: Diagnosis, found: LogFinding | None) -> str:
 
 
 def _threads(log: Diagnosis, found: LogFinding) -> list[str]:
-    """Return the addresses of the reports that the finding's record and the finding's fixes name."""
+    """Return the addresses of bug reports, from the finding's record and from the section Upstream of its fixes."""
     upstream = [url for fix in advice.fixes(log, found) for url in _URL.findall(fix.section("Upstream"))]
     return [*found.rule.threads, *upstream]
 

@@ -21,7 +21,7 @@ from kvfix_tools.dump.processes import Process
 from kvfix_tools.look import inject
 from kvfix_tools.look.other_process import OTHER_NAMESPACE
 
-PATIENCE = 4.0  # seconds for a main thread to reach a bytecode. LMCache's scheduler waits less long for a lookup
+PATIENCE = 4.0  # maximum seconds until a main thread reaches a bytecode. A lookup of LMCache takes up to 3 s
 #: Patterns for a mapped library (_LIBRARY) or a word of the command (_PROGRAM) of a vLLM or LMCache process.
 _LIBRARY = re.compile(r"/(?:vllm|lmcache)/[^/\n]+\.so\b")
 _PROGRAM = re.compile(r"(?:^|/)(?:vllm|lmcache)(?:[._][\w.]+)?$|^VLLM::")
@@ -80,7 +80,7 @@ def engine_of(pid: int) -> list[Process]:
 
 
 def with_vllm(tree: list[Process], pid: int) -> list[Process]:
-    """Return the processes that have loaded vLLM or LMCache, but not kvfix's own process. kvfix stops none of them."""
+    """Return the processes that have loaded vLLM or LMCache, but not kvfix's own process. This only reads files."""
     # A process with PyTorch alone counts if it is the process `pid`, or if its parent or child has vLLM or LMCache.
     tree = [each for each in tree if each.pid != os.getpid()]
     maps = {each.pid: processes.proc_text(each.pid, "maps") for each in tree}

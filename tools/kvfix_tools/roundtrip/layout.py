@@ -1,7 +1,7 @@
 """Define each layout of KV in memory by the order of its axes.
 
 A *row* has the elements of one head for one token, either of K or of V. All layouts of vLLM and LMCache keep a row
-contiguous, so a layout is an order of rows. The coordinates of a row determine the content of the row.
+contiguous, so a layout is an order of rows. kvfix derives the content of a row from its layer, K or V, slot and head.
 """
 
 import math

@@ -52,7 +52,7 @@ def find(region: Region, wrong: list[WrongWords], stage: str, source: bool = Fal
 
 
 def classify(region: Region, wrong: WrongWords, source: bool) -> torch.Tensor:
-    """Return the index in CLASSES of each wrong word [n]. If several classes match, the last call of `name` wins."""
+    """Return an index in CLASSES for each wrong word. If several classes match, the last call of `name` wins."""
     expected, number = Identity.of(wrong.expected), decode(wrong.found, region.seed)
     held, known = Identity.of(number), _known(region, number)
     kinds = torch.full_like(wrong.found, CLASSES.index("unknown"))

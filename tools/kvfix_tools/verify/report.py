@@ -66,7 +66,7 @@ class Confirmation:
 
 @dataclass
 class Outcome:
-    """The results of a run. NaN in GPU memory spoils later answers, so `not_numbers` counts only survey prompts."""
+    """The results of a run. `not_numbers` counts only the survey, which is first, because NaN spoils later answers."""
 
     sizes: Sizes
     judge: Judge

@@ -43,7 +43,7 @@ def installed(setup: Setup) -> Iterator[Line]:
 
 @check("program")
 def program(setup: Setup) -> Iterator[Line]:
-    """The program of the command runs with this Python. Otherwise kvfix doctor checks another installation."""
+    """The program of the command runs with the Python of kvfix doctor, so kvfix doctor checks the right packages."""
     name = setup.command.executable
     path = shutil.which(name, path=setup.environment.get("PATH")) if name else None
     if not path or not name.endswith(("vllm", "lmcache")):

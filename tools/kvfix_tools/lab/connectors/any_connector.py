@@ -257,7 +257,7 @@ class AnyConnector(Connector):
         self.sending -= report.finished_sending or set()
 
     def _loaded(self, name: str, failed: set[int], wholly: bool = False) -> None:
-        """Record the end of a load. Tokens before the first failed block are loaded. wholly: no token was loaded."""
+        """Record the end of a load. Tokens before the first failed block are loaded. wholly: the whole load failed."""
         load = self.loads.pop(name)
         size = self.groups[0].kv_cache_spec.block_size
         blocks = self.events.model.blocks(name)[load.start // size : -(-load.end // size)]

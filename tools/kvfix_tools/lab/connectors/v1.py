@@ -151,7 +151,7 @@ class CacheEngine:
 
 
 def tags_of(configs: dict[str, Any] | None) -> list[tuple[str, Any]]:
-    """Return the parts of a request's configuration that cache keys contain (CacheEngineKey, lmcache/utils.py)."""
+    """Return the tags in a request's configuration. Cache keys contain the tags (CacheEngineKey, lmcache/utils.py)."""
     return sorted(item for item in (configs or {}).items() if item[0].startswith("lmcache.tag."))
 
 

@@ -15,7 +15,7 @@ from kvfix_tools.lab.engine.counts import Counts
 from kvfix_tools.lab.engine.model import Model
 from kvfix_tools.lab.options import Options
 
-#: A request is stuck if it waits this many steps for a load that is not in flight. A late report takes fewer steps.
+#: A request is stuck if it waits this many steps for a load that is not in flight. Ended loads are reported sooner.
 STUCK = 8
 #: Seconds that LMCache waits for a lookup (lookup_timeout_ms).
 LOOKUP_TIMEOUT = 3.0
@@ -55,7 +55,7 @@ class Liveness:
     def state(self, in_flight: int, undecided: set[str], lookups: int) -> liveness.State:
         """Return the state after a step that scheduled no tokens. undecided: requests whose lookup has no result yet.
 
-        in_flight: number of taken blocks plus number of steps without output. lookups: number of lookups in flight.
+        in_flight: number of blocks that the lab took plus steps without output. lookups: number of lookups in flight.
         """
         scheduler = self._scheduler
         queues = [getattr(scheduler, name) for name in QUEUES if hasattr(scheduler, name)]
@@ -116,7 +116,7 @@ class RequestEvents:
         self._open: dict[str, Any] = {}
         self._preemptions: dict[str, int] = {}
         self._waited: dict[str, int] = {}
-        #: (the answer that no request can move, number of steps in a row with this answer), or (None, 0)
+        #: (`can_move`'s answer if no request can move, number of steps in a row with this answer), or (None, 0)
         self._still: tuple[Answer | None, int] = (None, 0)
         #: Requests whose lookup has no result yet.
         self.undecided: set[str] = set()
@@ -229,7 +229,7 @@ class RequestEvents:
                 self.add(ev.Stuck(name, STUCK))
 
     def stands_still(self, answer: Answer | None) -> None:
-        """Report if three steps in a row have the same answer that no request can move. answer: that of this step.
+        """Report a standstill after three equal answers in a row. answer: the answer of `can_move` in this step.
 
         A single answer can be wrong, because a lookup can end just after the scheduler has asked for its result.
         LMCache can also drop the result of a lookup as the late result of another lookup (KVF036).
@@ -280,9 +280,8 @@ class RequestEvents:
 
     def stored(self, name: str, tokens: list[int], start: int, end: int, rank: int = 0) -> None:
         """Check a rank's store, and record stores of rank 0. Tokens of a hit count as cached even if their load failed.
-
-        If stores skip cached chunks, record none of an ended request: no event has its last step's accepted drafts.
-        """
+        If stores skip cached chunks, do not record a store of an ended request. No event contains the drafts that vLLM
+        accepted in the request's last step."""
         request = self.model.requests[name]
         if not rank:
             self.counts.stored(end - start)
