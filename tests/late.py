@@ -1,4 +1,4 @@
-"""Import a module of the lab only at its first use in a fork, because the import needs vLLM. pytest imports none."""
+"""Import these modules of the lab only at their first use, in a fork. They need vLLM, which pytest does not import."""
 
 from importlib import import_module
 from typing import Any

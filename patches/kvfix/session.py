@@ -106,7 +106,7 @@ class Session:
         self.reports, self.suppressed = 0, None
 
     def _in_child(self) -> None:
-        """Reset the state in a forked child. Records and files are the parent's, and its threads may hold the lock."""
+        """Reset the state in a forked child. The parent owns records and files, and its threads may hold the lock."""
         self.lock = RLock()
         self.restart_recording()
         for tally in self.tallies.values():

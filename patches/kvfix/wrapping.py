@@ -300,7 +300,7 @@ def _other_kind(original: Any) -> str:
 
 
 def _count_parameters(function: Function) -> int:
-    """Return the number of positional arguments with which a call skips `positional`, or -1 if no call skips it."""
+    """Return how many positional arguments make `positional` unnecessary, or -1 if each call needs `positional`."""
     inner = inspect.unwrap(function)
     return inner.__code__.co_argcount if isinstance(inner, FunctionType) and not inner.__kwdefaults__ else -1
 

@@ -79,7 +79,7 @@ def test_workers_that_are_no_children_are_found(tmp_path: Path, capsys: pytest.C
 
 def test_a_hook_that_blocks_signals_is_found_by_its_stacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with hanging(tmp_path / "dumps", "deaf") as process:
-        # Until the process waits in C, a signal calls the handler.
+        # Wait until the process sleeps in C, where Python cannot run a signal handler.
         while psutil.Process(process.pid).status() != psutil.STATUS_SLEEPING:
             time.sleep(0.01)
         found = dumped(process.pid, tmp_path, capsys)["processes"][0]

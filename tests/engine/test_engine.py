@@ -12,7 +12,7 @@ from tests.engine.start import CROWD, REPORT, ROUNDS, Ran, server
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 EARLY = "0.3.10"
-#: The error message of the first bug report, with the numbers of the small version in start.REPORT.
+#: The error message of LMCache issue 2158, with the token counts of its small version (start.REPORT).
 MISMATCH = (
     "AssertionError: Mismatch in tokens to load: 256 vs 256 (tokens in lmcache) - 288 (tokens in vllm) - 0 "
     "(full lmcache hits subtracts last token to recalculate logits) for request"
@@ -27,7 +27,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 @pytest.fixture(scope="module")
 def in_process(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """Run the newest LMCache in mode `check`. In the fifth round the stand-in makes the loaded KV wrong."""
+    """Run the newest LMCache in mode `check`. In round 5, the stand-in for LMCache's GPU connector spoils the KV."""
     more: dict[str, Any] = {"rounds": [*ROUNDS, CROWD], "before": {4: [["spoil"]]}, "mode": "check"}
     return start.run(tmp_path_factory.mktemp("v1"), apply=True, transfer=start.v1(64), **more)
 

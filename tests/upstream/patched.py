@@ -35,7 +35,7 @@ def touched(patch: str) -> list[str]:
 
 
 def copy(patch: Path, released: Sequence[Path], folder: Path) -> None:
-    """Copy each file that the patch changes into `folder`, from the released package or from its tests."""
+    """Copy into `folder` each released file (of the package or of its tests) that the patch changes."""
     for file in touched(patch.read_text()):
         for place in released:
             if (place / file).exists():
@@ -50,7 +50,7 @@ def apply(patch: Path, released: Sequence[Path], folder: Path) -> Path:
 
 
 def git_apply(patch: Path, released: Sequence[Path], folder: Path, *options: str) -> str:
-    """Copy the files that the patch changes into `folder`, and patch the copies. Return the output of git."""
+    """Copy into `folder` the files that the patch changes, and patch the copies. Return the output of git."""
     folder.mkdir(parents=True, exist_ok=True)
     copy(patch, released, folder)
     done = subprocess.run(
@@ -66,7 +66,7 @@ def link(released: Sequence[Path], folder: Path) -> None:
     release, *tests = released
     (folder / "tests").mkdir(exist_ok=True)
     parents = {parent for file in folder.rglob("*.py") for parent in file.relative_to(folder).parents}
-    # Add no links next to the packages, because Python imports all other packages from the release.
+    # Add no links directly in `folder`, because Python imports all other packages from the release.
     for parent in sorted(parents - {Path()} | {Path("tests")}):
         for place in tests if parent.parts[0] == "tests" else [release]:
             for other in (place / parent).iterdir() if (place / parent).is_dir() else ():
@@ -75,7 +75,7 @@ def link(released: Sequence[Path], folder: Path) -> None:
 
 
 def prefer(folder: Path) -> None:
-    """Unload modules that the folder changes, and modules of _OURS that import them. Python then imports new ones."""
+    """Unload modules with a copy in `folder`, and modules of _OURS that import one. Python then imports the copies."""
     for name, module in list(sys.modules.items()):
         place = folder / name.replace(".", "/")
         if "__path__" in vars(module) and place.is_dir() and _is_own(place, folder) and not _is_test(name):
@@ -133,7 +133,7 @@ def fuzzer(fixes: Sequence[str] = ()) -> Iterator[Any]:
 
 
 def prepare(lmcache: str, connectors: list[str]) -> None:
-    """Before all forks of a release, import the lab and play each connector. lmcache: folder of the LMCache release."""
+    """Import the lab and play each connector, before this process forks. lmcache: folder of the LMCache release."""
     from kvfix_tools.lab import runner
 
     runner.prepare(lmcache)
@@ -269,7 +269,7 @@ def status_of(code: str, dist: str) -> str:
 
 
 def plays(code: str, connectors: list[str], fixes: list[str]) -> dict[str, dict[str, str]]:
-    """Play the fix's scenarios that the release violates, and random schedules. Return outcomes and events' digests."""
+    """Play random schedules, and the fix's scenarios that show a bug. Return outcomes, and digests of the events."""
     from kvfix_tools.lab import runner
     from kvfix_tools.lab.scenario import scenarios
 
@@ -283,7 +283,7 @@ def plays(code: str, connectors: list[str], fixes: list[str]) -> dict[str, dict[
 
 
 def _events(done: Any) -> list[tuple[Any, ...]]:
-    """Return all events. Write a promise of 0 after a lookup like a promise of 0 without a lookup."""
+    """Return all events. Set `hit` to 0 if 0 tokens are promised. Events with and without a lookup are then equal."""
     log = [
         (step, event._replace(hit=0) if isinstance(event, Asked) and event.promised == 0 else event)
         for step, event in done.log

@@ -4,8 +4,8 @@
 
 `--anew` runs the tests (.cache/peers) without kvfix, and writes the tests that do not pass to
 tests/peers/<dist>-<release>.json. A test that fails only with kvfix runs again alone, with kvfix and without kvfix.
-tests/peers/exceptions.json names tests that must fail with kvfix, and the reasons. Exit 1 if any other test fails only
-with kvfix both times, or if a test of exceptions.json does not fail. Also exit 1 if a test was not run.
+tests/peers/exceptions.json names tests that must fail with kvfix, and why. Exit 1 if any other test fails in both
+runs with kvfix but not without kvfix, or if a test of exceptions.json does not fail. Also exit 1 if a test was not run.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The `on_fault` functions that fixes share. kvfix calls them if the code of a fix that prevents wrong KV raises.
+"""The `on_fault` functions that fixes share. kvfix calls a fix's `on_fault` if the fix's own code raises.
 
 Each function avoids wrong KV: it promises 0 tokens, stores nothing, or reports a load as failed. This module does not
 use code of the fixes, because that code has just raised.
@@ -22,7 +22,7 @@ def compute(connector: Any, promise: Any, request: Any, *_: Any, **__: Any) -> A
 
 
 def compute_new(connector: Any, request: Any, *_: Any, **__: Any) -> Any:
-    """Remove the remote prefill from the request, before a hook that tells the prefill instance about the request."""
+    """Remove the remote prefill from the request, so that the next hook does not tell the prefill instance about it."""
     _is_local(request)
     return GO_ON
 

@@ -97,7 +97,7 @@ class Process:
         """Run a line of Python in the main thread if the thread waits without the GIL. Return True if the line ran.
 
         A thread in a long wait without the GIL holds no lock of malloc or Python, so kvfix can make it take the GIL.
-        After the wait, the thread may hold the GIL's mutex (`take_gil`, ceval_gil.h of CPython). A call would hang.
+        Once the wait is over, a call by kvfix could hang, because the thread may hold the GIL's mutex (see `wait`).
         """
         names = "PyGILState_Check", "PyGILState_Ensure", "PyRun_SimpleString", "PyGILState_Release"
         check, ensure, run, release = map(self.address, names)

@@ -47,7 +47,7 @@ class DeferredStream:
 
 
 class Race(CellCheck):
-    """The check of a cell in which the transfer (of the backend `torch`) runs at the same time as other work."""
+    """Check one cell (a test case) while the transfer of the backend `torch` runs at the same time as other work."""
 
     def __init__(self, cell: Cell, device: torch.device, events: bool, result: Result | None) -> None:
         super().__init__(cell, device, result)

@@ -11,7 +11,7 @@ torch_ops/mem_kernels.py:323). The operation that moves all layers raises for HN
 
 Fix: The fix passes the operation a view of the KV cache with the two axes swapped, and the layout of this view. The fix
 does nothing if a block has as many tokens as there are KV heads. LMCache then stores and loads whole blocks in the same
-order, so their KV is right. With another order, the fix would load older chunks wrongly.
+order, so their KV is right. If the fix changed the order, older chunks would load wrong KV.
 - Releases: LMCache 0.5.0 to 0.5.6.
 - Remove when: `kvfix roundtrip --backend lmcache-layerwise --layout hnd --no-fixes` passes.
 """

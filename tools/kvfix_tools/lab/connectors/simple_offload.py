@@ -104,7 +104,7 @@ class Offloading(BothRoles):
                 self._compare(get_block_hash(key), group, block, names)
 
     def _compare(self, key: bytes, group: KVGroup, block: int, names: list[str]) -> None:
-        """Report a stored block if its content is right for no request that has a block with this key."""
+        """Report a stored block if its content is wrong for every request that has a block with this key."""
         found = [rank.contents(block, group.block_size) for rank in self.ranks]
         owner = "", 0
         for name, end in self._owners(key, group, names):
