@@ -56,7 +56,7 @@ def test_the_ledger_judges_log_lines() -> None:
     hole = logged("0.3.12", "storing", 512, 2048, 1536, "cmpl-1")
     (found,) = diagnose(asked("0.3.12", 4096, 0, 512, 512), hole).findings
     assert (found.rule.code, found.rule.fixes) == ("KVR007", ("KVF102",))
-    assert "512 to 1536 never are" in found.sentence
+    assert "tokens 512 to 1536 are never stored" in found.sentence
     for release, fixes in (("0.3.10", {"KVF001"}), (NEWEST, set())):
         beyond = diagnose(version(release), asked(release, 900, 0, 1000, 1000))
         assert codes(beyond) == ["KVR001"]

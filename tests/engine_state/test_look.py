@@ -93,7 +93,7 @@ def test_a_process_stuck_in_native_code(tmp_path: Path) -> None:
     assert "by its stacks only: " in done.stdout
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="takes another user")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
 def test_without_rights(tmp_path: Path) -> None:
     with running(tmp_path, sys.executable, "-c", READY) as process:
         code = "import os, sys; from kvfix_tools.look import command; os.setuid(65534)\n"

@@ -117,7 +117,7 @@ rows({
     "load_of_less_than_was_granted": (METADATA, _in_metadata(_less), "KVR004"),
     "load_is_forgotten": (METADATA,
         _in_metadata(lambda _, meta: setattr(meta, "load_spec", None)), "KVR006 no load of them was started"),
-    "store_skips_a_chunk": (METADATA, _in_metadata(_skip), "KVR007 never are"),
+    "store_skips_a_chunk": (METADATA, _in_metadata(_skip), "KVR007 are never stored"),
     "a_load_spec_is_kept": ("",
         lambda engine: _keep(engine.connector.scheduler_adapter, "load_specs"), "KVR009 load_specs"),
 }, on=V1)  # fmt: skip

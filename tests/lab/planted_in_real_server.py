@@ -29,7 +29,7 @@ row(
 )  # fmt: skip
 for name, method, found in (
     ("load_goes_to_other_blocks", "submit_retrieve", "the step reads token 0"),
-    ("store_takes_other_blocks", "submit_store", "other KV than that of tokens 0 on is stored"),
+    ("store_takes_other_blocks", "submit_store", "the chunk that begins at token 0 is stored with wrong KV"),
 ):
     row(name, f"workers.0.adapter.transfer_ctx.{method}", _reversed, f"LAB001 {found}", **LOADS)
 

@@ -130,7 +130,10 @@ def without(code: str, function: str, play: Callable[[], Any]) -> list[str]:
 
 
 FAILED = "a load has failed"
-HOLE = "KVR007 store-leaves-hole sharing: tokens 64 to 112 are stored, the cache holds 0: 0 to 64 never are"
+HOLE = (
+    "KVR007 store-leaves-hole sharing: tokens 64 to 112 are stored, but the cache holds only 0 tokens, so tokens 0 to "
+    "64 are never stored"
+)
 SAVED = "LAB001 wrong-content r: the step reads token 192 of 326 computed ones, its slot holds other KV"
 #: (fix, target to leave out or "", case to play, starts of the findings).
 INCOMPLETE: list[tuple[str, str, Callable[[], Any], tuple[str, ...]]] = [

@@ -41,7 +41,7 @@ def compiled() -> str:
     rows = ",\n".join(json.dumps(record, ensure_ascii=False) for file in files for record in records(file))
     gone = tomllib.loads((FOLDER / RETIRED).read_text())
     retired = {code: group["why"] for group in gone["group"] for code in group["codes"]}
-    retired |= {code: f"{now} has its signs" for code, now in gone["moved"].items()}
+    retired |= {code: f"{now} now has the log lines of this code" for code, now in gone["moved"].items()}
     others = {"retired": retired, "messages": tomllib.loads((FOLDER / MESSAGES).read_text())}
     for name in TABLES:
         others |= tomllib.loads((FOLDER / name).read_text())

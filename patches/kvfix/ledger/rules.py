@@ -189,8 +189,8 @@ def store_leaves_hole(history: History, event: ev.Stored) -> Outcome:
         return None
     if not history.recorded_from_start:
         return unknown(f"tokens {event.start} to {event.end} are stored; the record has no earlier stores")
-    hole = f"{covered} to {event.start} never are"
-    return violated(f"tokens {event.start} to {event.end} are stored, the cache holds {covered}: {hole}")
+    hole = f"the cache holds only {covered} tokens, so tokens {covered} to {event.start} are never stored"
+    return violated(f"tokens {event.start} to {event.end} are stored, but {hole}")
 
 
 @rule("KVR008", "store-beyond-computed", ev.Stored)

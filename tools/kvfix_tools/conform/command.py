@@ -114,7 +114,7 @@ def show(done: Run) -> None:
         f"{done.counts.get('loaded_tokens', 0)} tokens loaded, {done.seconds:.0f} s"
     )
     if done.stand_in:
-        print(f"not tested with its own code: {done.stand_in}")
+        print(f"a part of the connector was replaced for this test: {done.stand_in}")
     if done.tested_nothing:
         print(done.tested_nothing)
 

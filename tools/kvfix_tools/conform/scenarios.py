@@ -65,7 +65,7 @@ _DRAFTS = {"drafter": "ngram", "drafts": 3, "acceptance": 60}
 
 SCENARIOS = (
     # These scenarios test stores, lookups, allocations and loads without failures.
-    Scenario("whole-prompt", "granted", "A prompt that ends with a block has a hit for all of it.",
+    Scenario("whole-prompt", "granted", "The whole prompt is a hit, and the prompt fills its last block.",
         [do.store("a", prompt(64)), do.admit("b", prompt(64), 4), do.run()]),
     Scenario("part-of-a-prompt", "granted", "A prompt has a hit for its first half.",
         [do.store("a", prompt(64)), do.admit("b", prompt(64) + prompt(70, 1), 4), do.run()]),

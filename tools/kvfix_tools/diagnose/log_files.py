@@ -137,5 +137,5 @@ def blocks(source: Source, stream: BinaryIO, size: int = BLOCK) -> Iterator[byte
 def _reason(error: Exception) -> str:
     """Return the reason why an input cannot be read, or "" if the input did not cause the error."""
     if isinstance(error, (EOFError, zlib.error, gzip.BadGzipFile)) or type(error).__name__ == "ZstdError":
-        return f"damaged ({error}); what came before it was read"
+        return f"damaged ({error}); kvfix-diagnose has read the part before the damage"
     return error.strerror or str(error) if isinstance(error, OSError) else ""

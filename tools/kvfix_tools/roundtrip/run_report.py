@@ -180,7 +180,7 @@ class RunReport:
             f"{100 * plain_copy / seconds:.0f} % of a plain {pinned}copy ({gigabytes / plain_copy:.2f} GB/s)"
             for way, seconds, plain_copy in ways
         ]
-        times = f"{check_per_copy(result):.1f} times a plain copy there and back"
+        times = f"{check_per_copy(result):.1f} times as long as a plain copy to the host and back"
         return [*lines, f"{backend}: checked in {result.check_seconds:.2f} s, {times}"]
 
     @property

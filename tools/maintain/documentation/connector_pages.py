@@ -23,7 +23,7 @@ def _of_rule(rule: Rule) -> str:
         if each.rule == rule.slug
     ]
     played = table(("scenario", "what happens", "not played if"), rows) if rows else ""
-    codes = f"Known by {links(rule.codes, up='')}, in any scenario.\n\n" if rule.codes else ""
+    codes = f"In any scenario, {links(rule.codes, up='')} shows a violation.\n\n" if rule.codes else ""
     return f"## {rule.slug}\n\n**{rule.title}.** {prose(rule.doc)}\n\n{codes}{played}"
 
 

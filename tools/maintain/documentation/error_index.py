@@ -101,6 +101,6 @@ def _about(entry: Entry) -> tuple[str, str]:
     if len(entry.rules) == 1:
         return effect, f"{link(entry.rules[0].code, up='')} {entry.rules[0].title}"
     if entry.rules:
-        return effect, "By its numbers: " + "; ".join(f"{link(rule.code, up='')} {rule.name}" for rule in entry.rules)
+        return effect, "By numbers: " + "; ".join(f"{link(rule.code, up='')} {rule.name}" for rule in entry.rules)
     fix = catalogue.find(entry.fixes[0])
     return (fix.effect, fix.title) if fix else ("", "")

@@ -71,7 +71,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
         return sent is None or not sent.ready.is_set()
     finally:
         steps.close()
-    raise ValueError("the probe expects that it does not wait")
+    raise ValueError("the probe expects that record_send_reqs does not wait")
 
 
 FIX = Fix(

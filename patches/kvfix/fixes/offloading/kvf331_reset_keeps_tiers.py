@@ -22,8 +22,8 @@ from kvfix.fixes.api import OFFLOADING_CONNECTOR, Any, Fix, engine_log, fix_afte
 )
 def reset_cache(connector: Any, answer: Any) -> bool:
     engine_log.warning(
-        "KVF331: reset_prefix_cache answers False: the secondary tiers of OffloadingConnector keep KV of the old "
-        "weights. Delete their files, or use another root_dir."
+        "KVF331: reset_prefix_cache returns False, because the secondary tiers of OffloadingConnector keep KV of the "
+        "old weights. Delete their files, or use another root_dir."
     )
     return False
 

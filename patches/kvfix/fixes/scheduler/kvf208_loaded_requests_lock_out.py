@@ -75,6 +75,6 @@ FIX = Fix(
     evidence={"KVD202": ""},
     # After an idle step the fix runs another request first, even if other requests would soon free blocks.
     changes_healthy=("mp", "mp-in-tree"),
-    no_patch={"vllm": "https://github.com/vllm-project/vllm/pull/45406 proposed one; the order of requests is policy"},
+    no_patch={"vllm": "https://github.com/vllm-project/vllm/pull/45406 proposed a patch; vLLM must choose the order"},
     opt_in=True,
 )

@@ -33,6 +33,6 @@ FIX = Fix(
     TOKEN_DATABASE.target("__init__", broken=">=0.3.9", fix=None),
     effect="lost hits",
     evidence={"KVD304": "", "KVD305": ""},
-    no_patch={"lmcache": "the default hash is LMCache's decision: another one finds no chunk that is stored now"},
+    no_patch={"lmcache": "LMCache must choose the default hash. With another hash, no stored chunk is found"},
     harmless=harmless,
 )

@@ -21,7 +21,7 @@ from kvfix.fixes.api import MP_WORKER_ADAPTER, Fix
 def harmless() -> str:
     """Return a text if the transfer mode of this process is set, else ""."""
     mode = os.environ.get("LMCACHE_MP_TRANSFER_MODE", "")
-    return f"LMCACHE_MP_TRANSFER_MODE={mode} is set here; it must be the server's too" if mode else ""
+    return f"LMCACHE_MP_TRANSFER_MODE={mode} is set here; the server must have the same mode" if mode else ""
 
 
 FIX = Fix(

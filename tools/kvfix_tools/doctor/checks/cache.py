@@ -31,7 +31,7 @@ def chunk_size(setup: Setup) -> Iterator[Line]:
             do = f"{name.partition(' of ')[0]} {max(round(chunk / block), 1) * block}, a multiple of {block}"
             yield problem(f"{name} {chunk} is not a multiple of vLLM's block size {given}{times}", do)
         elif not given.isdigit() and chunk % (_BLOCKS[0] * share):
-            what = f"{name} {chunk} is not a multiple of {_BLOCKS[0] * share}, and so of no block size of vLLM"
+            what = f"{name} {chunk} is not a multiple of {_BLOCKS[0] * share}, so no block size of vLLM fits"
             do = f"{name.partition(' of ')[0]} N, with N a multiple of {_BLOCKS[-1] * share} (default 256)"
             yield problem(what, do)
         elif given.isdigit() or not chunk % (_BLOCKS[-1] * share):

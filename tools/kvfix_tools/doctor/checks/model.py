@@ -39,8 +39,8 @@ def hybrid(setup: Setup) -> Iterator[Line]:
         yield problem(what, remedy("KVD072" if off and takes else "KVD650"))
     elif state and defined(server, "all_null_chunk_masks"):
         yield unchecked(
-            f"{kind} has layers with state, and kvfix cannot see the server's options: without kvfix the server stores "
-            "states that do not exist (KVF125)",
+            f"{kind} has layers with state, and kvfix cannot see the server's options. Without kvfix, the server may "
+            "store states that do not exist (KVF125)",
             "kvfix run -- lmcache server --separate-object-groups ...",
         )
     elif lmcache.is_v1 and setup.has_option("no-disable-hybrid-kv-cache-manager"):

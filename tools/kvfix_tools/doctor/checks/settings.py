@@ -101,7 +101,7 @@ def values(setup: Setup) -> Iterator[Line]:
             if each.source == FILE:
                 do = f"{each.spelled}: {definition.default!r} is the default"
             elif definition.default is None:
-                do = f"unset {each.spelled}: the default is no value"
+                do = f"unset {each.spelled}: by default it has no value"
             else:
                 do = f"{each.spelled}={definition.default} is the default"
             faults.append(problem(what, do))

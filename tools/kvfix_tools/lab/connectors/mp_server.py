@@ -245,7 +245,7 @@ class Server:
                     continue
                 read, null = self.chunks.read(stored, groups, number, rank)
                 if read != self.chunks.right(stored, right, place, rank):
-                    message = f"other KV than that of tokens {place * self.chunk_size} on is stored under their key"
+                    message = f"the chunk that begins at token {place * self.chunk_size} is stored with wrong KV"
                     self.events.wrong_content(request_id, message + ", from null blocks" * null)
                 self.chunks.cache[self.chunks.key(stored, chunk, rank)] = read
         return True

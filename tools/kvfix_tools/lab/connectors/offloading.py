@@ -167,7 +167,7 @@ class Offloading(BothRoles):
                 # the connector stores only those blocks of a window that vLLM keeps
                 if contents != right[part * size : (part + 1) * size] and (any(contents) or not group.window):
                     where = f" in KV group {group.number}" if group.window else ""
-                    message = f"the OffloadingConnector stores other KV as tokens {start} to {end}{where}"
+                    message = f"OffloadingConnector stores wrong KV for tokens {start} to {end}{where}"
                     self.events.wrong_content(name, message)
                     return
 

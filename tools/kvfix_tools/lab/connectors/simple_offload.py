@@ -111,7 +111,7 @@ class Offloading(BothRoles):
             owner = name, end
             if all(each == group.right(self.events.model.right(name)[end - group.block_size : end]) for each in found):
                 return
-        message = f"the SimpleCPUOffloadConnector stores other KV as tokens {owner[1] - group.block_size} to {owner[1]}"
+        message = f"SimpleCPUOffloadConnector stores wrong KV for tokens {owner[1] - group.block_size} to {owner[1]}"
         self.events.wrong_content(owner[0], message + (f" in KV group {group.number}" if group.window else ""))
 
     def _owners(self, key: bytes, group: KVGroup, names: Iterable[str]) -> Iterator[tuple[str, int]]:
@@ -151,7 +151,7 @@ class Offloading(BothRoles):
     def never_given_back(self) -> None:
         """At the end of a run, report copies in flight, or else blocks that are still held."""
         if self.busy:
-            self.events.violated(rules.NEVER_RESTS, "", "all requests ended many steps ago, and it still copies")
+            self.events.violated(rules.NEVER_RESTS, "", "the requests ended many steps ago, but copies go on")
             return
         deferred = {block.block_id for _, blocks in self._scheduler.deferred_frees for block in blocks}
         gpu = "GPU", self._scheduler.kv_cache_manager.block_pool, deferred

@@ -158,7 +158,7 @@ SCENARIOS: dict[str, Any] = {
     "mp-reset-keeps-external-cache": mp_scenarios(
         NEW_WEIGHTS,
         shows="LAB001 the step reads token 0 of",
-        doc="A weight update does not reset the LMCache server, vLLM answers True, and old KV is hit.",
+        doc="A weight update does not reset the LMCache server, but vLLM returns True. Requests then hit old KV.",
         wrong=">=0.4.5,<0.5.6",
         options={"max_num_batched_tokens": 128},
     ),
@@ -172,7 +172,7 @@ SCENARIOS: dict[str, Any] = {
         # the 200 input tokens, up to token 113. LMCache counts 176 tokens, and stores tokens 64 to 128.
         [do.serve("r", prompt(40), max_tokens=10, resumable=True), do.add_input("r", prompt(200, seed=1))],
         [do.step(3), do.run(), do.end_input("r")],
-        shows="LAB001 other KV than that of tokens 64 on is stored under their key",
+        shows="LAB001 the chunk that begins at token 64 is stored with wrong KV",
         hooks_rule="KVR008",
         options={"max_num_batched_tokens": 64, "drafter": "eagle", "drafts": 7, "lmcache": STORES_DECODE},
     ),
@@ -226,7 +226,7 @@ SCENARIOS: dict[str, Any] = {
         do.admit("r", prompt(200), max_tokens=4),
         do.step(3),  # the lookup is answered, and the prompt is computed and stored
         do.new_weights(),
-        shows="LAB001 other KV than that of tokens 0 on is stored under their key",
+        shows="LAB001 the chunk that begins at token 0 is stored with wrong KV",
         needs={"lmcache": ">=0.5.6", "vllm": ">=0.22.0"},
         options=MP(num_blocks=60, max_num_batched_tokens=256, delay=2),
     ),

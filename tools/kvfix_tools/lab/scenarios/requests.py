@@ -72,7 +72,7 @@ SCENARIOS = {
     ),
     "reset-keeps-external-cache": scenario(
         NEW_WEIGHTS,
-        doc="A weight update does not reset LMCache, vLLM answers True, and old KV is hit.",
+        doc="A weight update does not reset LMCache, but vLLM returns True. Requests then hit old KV.",
         shows="LAB001 the step reads token 0 of",
         needs={"vllm": ">=0.15.1"},
         options=Options(max_num_batched_tokens=512),
@@ -120,7 +120,7 @@ SCENARIOS = {
     "preempt-prompt-logprobs": scenario(
         # vLLM reads no prefix cache for this request (scheduler.py 0.32.0:982).
         [do.admit("r", prompt(1100), max_tokens=8, sampling={"prompt_logprobs": 1}), do.step(), do.preempt("r")],
-        doc="With prompt_logprobs vLLM takes nothing of a promise, and EngineCore dies when the request resumes.",
+        doc="With prompt_logprobs vLLM loads no promised token, and EngineCore dies when the request resumes.",
         shows="KVR011 Preempted request r has num_computed_tokens 0 but",
         # before vLLM 0.31 this request skips only the prefix cache, and takes the hit of the connector
         wrong={"vllm": ">=0.31.0", "lmcache": ">=0.3.10.post1"},
