@@ -4,9 +4,9 @@ The version number is not enough, because LMCache's post releases change functio
 for a release with the same file (by its hash) or, if there is none, with the same function (by its fingerprint). If no
 release has the function, the behaviour probe decides. If the probe cannot decide, kvfix refuses the function.
 
-A fix has one group of functions for each copy of the fixed code (`Owner.copy`). kvfix decides about each group
-separately, and wraps all functions of a group or none. kvfix refuses a group if one of its functions is unknown or
-missing, or if no release has all functions of the group. kvfix also refuses a group if wrapping a function fails.
+Some code exists in several copies (`Owner.copy`). A fix has one group of functions for each copy. kvfix decides about
+each group separately, and wraps all functions of a group or none. kvfix refuses a group if one of its functions is
+unknown or missing, or cannot be wrapped. kvfix also refuses a group if no release has all functions of the group.
 """
 
 from __future__ import annotations

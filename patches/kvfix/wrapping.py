@@ -5,8 +5,8 @@ passed them. The code of a wrapper gets the arguments by position, with the defa
 different releases pass different arguments by name.
 
 A wrapper runs its code (`prepare`, `change` or `steps`) only if `when` returns true for the same arguments. To save
-time, a wrapper may also have an attribute `only`: (instance) -> bool. If the `only` functions of all wrappers return
-false, the call skips the wrappers that have `only`. For one instance, `only` must always return the same answer.
+time, a wrapper may also have an attribute `only`: (instance) -> bool. If all `only` functions return false, the
+call skips the wrappers that have an `only`. For one instance, `only` must always return the same answer.
 
 If the code of a wrapper raises, kvfix counts the error and logs it once. The engine continues with the answer that
 `on_fault` returns. A fix for a crash, leak or hang has no `on_fault`, and the caller gets the function's own answer. A
@@ -300,7 +300,7 @@ def _other_kind(original: Any) -> str:
 
 
 def _count_parameters(function: Function) -> int:
-    """Return how many positional arguments make `positional` unnecessary, or -1 if each call needs `positional`."""
+    """Return with how many positional arguments a call does not need `positional`, or -1 if each call needs it."""
     inner = inspect.unwrap(function)
     return inner.__code__.co_argcount if isinstance(inner, FunctionType) and not inner.__kwdefaults__ else -1
 

@@ -1,7 +1,7 @@
-"""Measure the time and memory of the lab with all checks, on one core and after imports, and the time of a shrink.
+"""Measure the lab's time and memory with all checks, on one core and after imports. Also measure `shrink` (fuzz.py).
 
-The unit of the lab's time is the time that vLLM's scheduler with LMCache's connector takes for the same steps. The unit
-of a shrink's time is the time of one play of the schedule.
+The lab's time is divided by the time that vLLM's scheduler takes with LMCache's connector for the same steps. The time
+to shrink a schedule is divided by the time to play the schedule once.
 """
 
 from collections.abc import Iterator

@@ -133,7 +133,7 @@ def test_two_ranks(place: str, engines: Engines) -> None:
 
 
 def test_sliding_windows(engines: Engines) -> None:
-    """Before the third round the test exchanges the bytes of the L2's chunks. Then the answers differ."""
+    """Before the third round, the test exchanges bytes between the L2's chunks. Then the answers differ."""
     third = {**WINDOWS, "rounds": [*WINDOWS["rounds"], CROWD]}
     ran = engines.on_server("windows", third, mix_before=2, mp_transfer_mode="lmcache_driven")
     assert "group_tokens_per_block=[32, 32, 32]" in ran.log

@@ -19,7 +19,7 @@ from tests.conftest import answers
 from tests.runtime.test_collected_chunks import host_memory
 
 CHUNKS = 3
-BYTES = 2 * 2 * 16 * 16 * 4  # of a chunk: they fill one page, so the allocator does not round the size up
+BYTES = 2 * 2 * 16 * 16 * 4  # size of a chunk. A chunk fills one page, so the allocator does not round the size up
 
 
 def key_of(chunk: int) -> Any:

@@ -46,8 +46,8 @@ NOISE: dict[str, Callable[[random.Random], float]] = {
 def is_called_different(
     drawn: random.Random, noise: Callable[[random.Random], float], wrong: Callable[[random.Random], float] | None = None
 ) -> bool:
-    """Judge one run as rounds.py does. wrong: draws the difference for every twelfth prompt and for fresh prompts."""
-    judge = Judge([max(noise(drawn), noise(drawn)) for _ in range(CONTROLS)])  # one value alone, one under load
+    """Judge one run as rounds.py does. wrong: draws differences of wrong prompts (every twelfth, and all fresh)."""
+    judge = Judge([max(noise(drawn), noise(drawn)) for _ in range(CONTROLS)])  # a prompt alone, and under load
     cached = [[(wrong if wrong and at % 12 == 0 else noise)(drawn) for _ in range(2)] for at in range(PROMPTS)]
     if judge.first_test([max(each) for each in cached[:CONTROLS]]):
         return True

@@ -23,7 +23,7 @@ _PLAIN = (
     "NixlPullConnector", "NixlPushConnector", "MooncakeConnector", "MooncakeStoreConnector", "MoRIIOConnector",
     "FlexKVConnectorV1", "HF3FSKVConnector", "HiSparseConnector",
 )  # fmt: skip
-#: {name in the table, which starts with the connector's name: configuration}
+#: {name of the connector, with the names of its children in brackets: configuration}
 SUBJECTS: dict[str, dict[str, Any]] = {
     "ExampleConnector": _FOLDER,
     "MultiConnector[ExampleConnector]": {"connectors": [_EXAMPLE]},

@@ -12,7 +12,7 @@ def balance(hit: int, computed: int, total: int) -> int:
 
 
 class Event(Protocol):
-    """The interface of an event, which this module or kvfix_tools defines."""
+    """The interface of the events that this module and kvfix_tools define."""
 
     @property
     def request(self) -> str: ...

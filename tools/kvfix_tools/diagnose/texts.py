@@ -218,7 +218,7 @@ def _parsed(head: bytes, tail: bytes, headless: Headless) -> Other:
 
 @lru_cache(maxsize=256)
 def process(prefix: bytes) -> str:
-    """Return the last process that the prefix names. Another process's message may end in the prefix."""
+    """Return the last process that the prefix names. The text of another process may precede this process."""
     if prefix.find(b"pid=") < 0:  # `in` takes three times as long: Python first tries to read b"pid=" as a number
         return ""
     named = _PROCESS.findall(prefix)

@@ -21,7 +21,7 @@ KINDS = {
     "list[str]": "a list of text",
     "dict": "a mapping",
 }
-#: The modules that read a connector's keys. {is the connector in-process: (modules of LMCache, module of vLLM)}
+#: Modules that read a connector's keys: {is_v1 (True if in-process): (modules of LMCache, module of vLLM)}
 READERS = {
     True: (("vllm_v1_adapter", "lmcache_connector_v1"), "lmcache_connector"),
     False: (

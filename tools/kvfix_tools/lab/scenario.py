@@ -43,7 +43,7 @@ class Scenario:
       release without the bug, the schedule must have no finding.
     - not_in_hooks: why kvfix, which watches only hooks in a real engine, does not report the bug; "": kvfix reports it.
       Default: "" if `rule` is a rule of the ledger, and a reason if `rule` is a rule of the lab.
-    - hooks_rule: the rule that kvfix reports from the hooks, if this rule is not `rule`
+    - hooks_rule: the rule that kvfix reports from the hooks, if kvfix reports another rule than `rule`
     - hooks_releases: the LMCache releases in which kvfix reports the bug; (): all releases
     """
 

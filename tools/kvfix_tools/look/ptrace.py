@@ -91,7 +91,7 @@ def _cores() -> threading.Semaphore:
 
 
 def stop(thread: int, wait: str, trap: int, work: Work) -> int | None:
-    """Stop a thread and run `work` in it. Return None if the thread is not in the system call `wait` ("": any call)."""
+    """Stop a thread and run `work` in it. If `wait` is set, return None unless the thread is in system call `wait`."""
     with _cores():
         pipe, there = Pipe(duplex=False)
         tracer = os.fork()

@@ -214,7 +214,7 @@ class Rounds:
         return reply
 
     def _is_clean(self, reply: Reply) -> bool:
-        """Return True if the connector gave no token. If this is hidden, require a prompt of N blocks + 1 token."""
+        """Return True if no token came from the connector. If clients hide this number, test for N blocks + 1 token."""
         return reply.prompt_tokens % self.sizes.block == 1 if reply.counted is None else reply.counted == 0
 
     @property

@@ -14,8 +14,8 @@ under wrong keys. After a preemption, an unhealthy worker does not wait for its 
 Fix: While the worker is unhealthy but connected, `get_finished` reports only transfers that the server has answered.
 After a preemption the worker waits for the stores in flight, at most `mq_timeout` for each store.
 
-If the server's process has ended, and the connection with it, the fix reports the transfers in flight as failed. Until
-the client is connected again, LMCache works as without the fix. If a server hangs for ever, the blocks of its transfers
+If the server's process ends, the connection ends too, and the fix reports the transfers in flight as failed. Until the
+client is connected again, LMCache works as without the fix. If a server hangs for ever, the blocks of its transfers
 stay in use until the server's process ends. With gRPC the fix changes nothing.
 - Releases: LMCache 0.5.6. kvfix cannot fix the bug in releases up to 0.5.5 (KVF904).
 - Remove when: A worker keeps a transfer until the server has answered or has ended.

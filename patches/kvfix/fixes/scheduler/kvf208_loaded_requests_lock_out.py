@@ -52,7 +52,7 @@ def _ready(scheduler: Any) -> Iterator[Any]:
 
 
 def _to_step_aside(scheduler: Any) -> list[Any]:
-    """Return the requests that lack blocks: from the refused request up to the next request with enough free blocks."""
+    """Return the request that stopped the last step, and the next requests for which too few blocks are free."""
     refused, aside = getattr(scheduler, "_kvfix_refused", None), list[Any]()
     if refused is None:
         return aside

@@ -103,7 +103,7 @@ def stands_in_connector(log: Diagnosis, line: LogLine) -> Answer | None:
 
 
 class _TakenForDone(list[LogLine]):
-    """Lines about failed loads, if the log does not show whether this LMCache reports failed loads as done."""
+    """Lines about failed loads, if LMCache's release is unknown. Releases before 0.5.5 report a failed load as done."""
 
 
 @finding

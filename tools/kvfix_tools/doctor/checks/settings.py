@@ -173,7 +173,7 @@ def deprecated(setup: Setup) -> Iterator[Line]:
 
 @check("environment-converted")
 def converted(setup: Setup) -> Iterator[Line]:
-    """If LMCACHE_CONFIG_FILE is set, LMCache can convert each LMCACHE_* variable that is also set (if not: KVD900)."""
+    """If LMCACHE_CONFIG_FILE is set, LMCache can convert every LMCACHE_* variable that is set. See KVD900."""
     for each in setup.settings if setup.config_file[0] else ():
         definition = setup.definitions.known.get(each.name)
         if each.source == ENVIRONMENT and definition is not None and not definition.converted:
@@ -186,7 +186,7 @@ def converted(setup: Setup) -> Iterator[Line]:
 
 @check("settings-read")
 def who_reads(setup: Setup) -> Iterator[Line]:
-    """If only the multi-process connector is used, no setting is set that only the in-process connector reads."""
+    """LMCache has no settings of the in-process connector if the engine uses only the multi-process connector."""
     unread = sorted(each.spelled for each in setup.settings if each.name in setup.definitions.known)
     if setup.mp and not setup.v1 and unread:
         what = f"{setup.mp.name} does not read {', '.join(unread)}, which only the in-process connector reads"

@@ -82,7 +82,7 @@ def remote_scheme(setup: Setup) -> Iterator[Line]:
 @check("offload-size")
 def offload_size(setup: Setup) -> Iterator[Line]:
     """OffloadingConnector has a CPU cache that fits into the memory, a known spec_name, and a block_size that is a
-    multiple of vLLM's. This includes a child of MultiConnector."""
+    multiple of vLLM's. The check includes children of a MultiConnector."""
     limit, _, source = setup.machine.memory()
     for each in setup.connectors:
         if each.name != "OffloadingConnector":
