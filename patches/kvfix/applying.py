@@ -194,7 +194,7 @@ def _is_gone(wrapped: WrappedFunction, module: ModuleType, function: str) -> boo
     """Return True if a reload of the module has replaced the function.
 
     If another tool has wrapped kvfix's function, return False. `inspect.unwrap` finds the original, or the tool's
-    wrapper if this wrapper has no `__wrapped__`. The file or name of the wrapper differs from the original's.
+    wrapper if this wrapper has no `__wrapped__`. A function with another file or name is a wrapper, not a reload.
     """
     found = installed_source.live_function(module, function)
     if found is None:

@@ -28,7 +28,7 @@ from tests.engine.vllm_server import Server, ask_all
 
 #: Number of prompts for the server in mode `strict`.
 PROMPTS = 96
-#: Number of prompts in a run of the clients, and number of measured runs of each server. An earlier run warms each up.
+#: SHORT: prompts in a run of the clients. TURNS: measured runs of each server, after one run that warms the server up.
 #: The speed of a shared host changes by a third within seconds. So the servers take turns in many short runs.
 SHORT, TURNS = 16, 60
 #: Number of tokens of a prompt, and of generated tokens. 32 blocks of 32 tokens hold three requests of this size.

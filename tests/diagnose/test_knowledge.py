@@ -233,7 +233,7 @@ _VERSION = re.compile(r"\d[\w.]*")
 
 
 def meet(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
-    """Return True if a release is in both ranges. Test only bounds, because ranges that overlap share a bound."""
+    """Return True if a release is in both ranges. Test only bounds: ranges overlap if a bound is in both."""
     for dist in one.keys() & other.keys():
         bounds = ["0", *_VERSION.findall(one[dist]), *_VERSION.findall(other[dist])]
         ranges = [SpecifierSet(each[dist], prereleases=True) for each in (one, other)]

@@ -10,7 +10,7 @@ from tests.diagnose.lines import CORE, LMCACHE, VLLM, codes, diagnose, raised, r
 
 REPORTED = tomllib.loads(Path(__file__).with_name("reported.toml").read_text())
 WORKS = "(EngineCore pid=7) INFO 12-03 01:24:36 [core.py:7] any line\n"
-#: Each released message that a rule reads, in the form of the page "I see this error".
+#: (distribution, kind, level, text) of each logging statement that a finding reads. The text has 7 for each value.
 MESSAGES = [
     (dist, row.message, row.level, " ".join(statements.sample(row.template.partition("\n")[0]).split()))
     for dist, rows in statements.known().items()

@@ -21,7 +21,7 @@ from tests.conftest import RELEASES, Once, answers
 from tests.engine_state import wedged
 
 STEP = 5.0  # seconds by which each step advances the clock; twelve steps make the limit of 60 s
-#: A function `step` whose file has the name of EngineCore's file. Code that `step` calls has a frame of EngineCore.
+#: A function `step` whose file has the name of EngineCore's file. `step(code)` runs `code` as in a step of EngineCore.
 _CORE: dict[str, Any] = {}
 exec(compile("def step(call):\n    return call()", "/vllm/v1/engine/core.py", "exec"), _CORE)
 
@@ -102,7 +102,7 @@ def test_engines_that_do_not_hang() -> list[float]:
     return [*found, due(engine.step, 40)]
 
 
-@answers([0.0, 70.0])  # 60 s from the look at 10 s; the look at 5 s still finds that steps were made
+@answers([0.0, 70.0])  # the look at 5 s still finds new steps, so the 60 s begin at the look at 10 s
 def test_a_decode_engine_that_waits_for_the_queue_of_prefill() -> list[float]:
     """Return the seconds until a report while the decode engine makes steps, and then while it makes no step."""
     prepare()

@@ -209,10 +209,10 @@ OF_RANKS = steps(
     do.run(),
 )
 _FORGET = do.run(), do.step(5), [do.on(engine, "reset_prefix_cache") for engine in ("prefill", "decode")]
-#: Decode loads a prompt from prefill, then from its own memory, and then while prefill and this memory have the prompt.
+#: Decode loads a prompt from prefill, then from its second connector, and then when both have the prompt.
 OF_MULTI = steps(
     [do.ask("a", prompt(100), 5), _FORGET],
-    [do.ask_decode("b", prompt(100), 5), _FORGET],  # decode's own memory has this prompt
+    [do.ask_decode("b", prompt(100), 5), _FORGET],  # the second connector has this prompt
     [do.ask("c", prompt(100), 5), do.run(), do.step(3)],  # both have this prompt
 )
 #: vLLM frees the blocks before a sliding window while a store is in flight.

@@ -9,7 +9,7 @@ import pytest
 
 from maintain import release
 
-#: Prefixes of the variables with which pip and git find their servers. The shell gets only these variables.
+#: Prefixes of the variables with which pip and git find their servers. The shell gets no other variable of the tests.
 _KEPT = ("PIP_", "SSL_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "no_proxy")
 
 Shell = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -196,7 +196,7 @@ def as_any(*args: Any, **kwargs: Any) -> str:
 
 @pytest.mark.parametrize("hook", [as_named, as_any])
 def test_when_decides(hook: Callable[..., Any]) -> None:
-    """`when` gets the wrapper's parameters, whatever their names in the hook."""
+    """kvfix passes arguments to `when` by position, so the parameters of the hook may have other names."""
     hooked = Hooked(lambda _: None)
     wrapped = before(lambda hooked, one: hooked.steps.append(one), when=lambda hooked, one: one > 1)(hook)
     wrapped = after(

@@ -20,7 +20,7 @@ from tests.upstream import patched
 
 #: The newest LMCache with which vLLM's copy of the multi-process connector works.
 FOR_IN_TREE = "0.4.6"
-#: {start of fix codes for a vLLM connector: the lab's connector that runs the fixed code}. Longer starts come first.
+#: {prefix of codes of fixes for vLLM: the lab's connector that runs the fixed code}. Longer prefixes come first.
 OF_VLLM = {"KVF33": "offloading", "KVF373": "v1", "KVF37": "simple-offload"}
 #: {fix of LMCache's cache engine, which the lab replaces: mode of test_async_release that shows the bug}
 ENGINE = {"KVF013": "async", "KVF018": "layers"}
@@ -90,7 +90,7 @@ class Release:
         return dict(self.fork_server(patched.tried, None, str(folder), dist, tests, code, played, list(fixes)))
 
     def plays(self, connector: str, code: str) -> list[str]:
-        """Return right digests: with the fix if the fix changes healthy schedules, else of the unpatched release."""
+        """Return digests of the unpatched release. If the fix changes healthy schedules, apply the fix there too."""
         if code not in changing(connector):
             return list(self.unpatched["healthy"][connector])
         return list(self.ask(self.scratch, "", [], "", [connector], (code,))["healthy"][connector])
@@ -153,7 +153,7 @@ def has_no_probe(row: upstream.Ready) -> bool:
 
 
 def test_every_fix_has_a_patch_or_a_reason() -> None:
-    """Check the installed releases, which are the newest. Functions without a bug in them need no patch."""
+    """Check the installed releases, which are the newest. A function that is right in these releases needs no patch."""
     wrong = {
         (known.code, target.dist)
         for known in catalogue.fixes()
@@ -172,7 +172,7 @@ def test_no_such_patch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "no patch for 'no-such'. " in capsys.readouterr().err
 
 
-#: If more test files than this import a changed module, only test files named after a changed file run.
+#: If over MANY test files import a changed module, only the test files that are named after a changed file run.
 MANY = 20
 #: This test depends on time, and fails on a busy host. `python -m maintain peers` runs a failed test again, alone.
 TIMED = "tests/v1/lookup_client/test_lmcache_lookup_client.py"

@@ -56,7 +56,7 @@ def said(node: ast.AST) -> tuple[str, ast.expr | None]:
 
 
 def statements_in(source: bytes) -> list[tuple[str, str, str, int]]:
-    """Return (name of a grammar's message, template, level, line) of each statement that this message matches."""
+    """Return (name of the message, template, level, line) for each statement that a message of the grammar matches."""
     if not any(message.literal[:8].strip() in source for message in grammar.MESSAGES):
         return []
     found = []

@@ -26,9 +26,9 @@ from kvfix.fixes.api import LMCACHE_V1, SCHEDULER, Any, Fix, fix_after, fix_befo
 
 
 class Failed:
-    """The failed blocks of the latest steps, as many steps as vLLM can schedule before it learns of a failed block.
+    """The failed blocks of the last N steps. vLLM can schedule N steps before it learns of a failed block.
 
-    A step's metadata object identifies the step until the step is saved and vLLM has asked for its failed blocks.
+    The metadata object identifies a step: the save and the report of failed blocks of one step see the same object.
     """
 
     def __init__(self, config: Any) -> None:
@@ -124,7 +124,7 @@ def worker_shows_bug(hook: Any, adapter: Any) -> bool:
 
 
 def failed_blocks_are_forgotten(hook: Any, adapter: Any) -> bool:
-    """Return True if nothing records the failed block 3 for the next step after the hook has reported the block."""
+    """Let the hook report the failed block 3. Return True if nothing keeps the block for the save of the next step."""
     config = stubs.Stub(scheduler_config=stubs.Stub(async_scheduling=True))
     impl = stubs.Stub(_invalid_block_ids={3}, _vllm_config=config, _parent=None, _recent_load_errors=())
     if hook(impl) != {3}:

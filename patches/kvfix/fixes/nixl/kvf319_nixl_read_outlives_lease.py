@@ -9,7 +9,7 @@ engine frees the blocks. The decode engine does not know when the lease ends. vL
 for the other direction, where prefill reads from decode (pull_scheduler.py 0.32.0:271). NIXL does not check the lease.
 
 Fix: With the fix, the prefill engine tells the decode engine when the lease ends. The decode engine adds the time by
-which its heartbeats have renewed the lease. A read that ends after the lease fails, and `kv_load_failure_policy`
+which its heartbeats have renewed the lease. If a read ends after the lease, it fails, and `kv_load_failure_policy`
 decides. The fix does nothing with `bidirectional_kv_xfer`, because vLLM then uses `remote_blocks_expiry_time` itself.
 
 Mixed roll-out: Use the fix in both the prefill engine and the decode engine, or in neither. If only one engine has it,

@@ -50,7 +50,7 @@ class PrefetchingEngine(CacheEngine):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.delay = 0
-        #: Number of the next lookups that the worker never answers.
+        #: How many of the next lookups the worker never answers.
         self.lost = 0
         self.fetched: dict[str, dict[object, list[int]]] = {}
         self.respond: Callable[[str, int], None] = lambda *_: None

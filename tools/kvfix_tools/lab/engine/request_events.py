@@ -55,7 +55,7 @@ class Liveness:
     def state(self, in_flight: int, undecided: set[str], lookups: int) -> liveness.State:
         """Return the state after a step that scheduled no tokens. undecided: requests whose lookup has no result yet.
 
-        in_flight: number of blocks that the lab took plus steps without output. lookups: number of lookups in flight.
+        in_flight: blocks of `take_blocks` plus steps whose output vLLM lacks. lookups: number of lookups in flight.
         """
         scheduler = self._scheduler
         queues = [getattr(scheduler, name) for name in QUEUES if hasattr(scheduler, name)]
@@ -280,8 +280,8 @@ class RequestEvents:
 
     def stored(self, name: str, tokens: list[int], start: int, end: int, rank: int = 0) -> None:
         """Check a rank's store, and record stores of rank 0. Tokens of a hit count as cached even if their load failed.
-        If stores skip cached chunks, do not record a store of an ended request. No event contains the drafts that vLLM
-        accepted in the request's last step."""
+        If stores skip cached chunks, do not record a store of an ended request. The store may contain drafts that vLLM
+        accepted in the last step, but no event contains these drafts."""
         request = self.model.requests[name]
         if not rank:
             self.counts.stored(end - start)
