@@ -186,7 +186,7 @@ def replaced(fix: Fix, target: Target) -> Iterator[None]:
 
 
 def of_several_functions() -> Iterator[tuple[Fix, str, tuple[Target, ...]]]:
-    """Yield fixes with several targets in a copy of the code. Fixes with scenarios, which replace classes, are last."""
+    """Yield fixes with several targets in a copy of the code. Scenarios replace classes, so their fixes come last."""
     for fix in sorted(catalogue.fixes(), key=lambda each: bool(each.scenarios)):
         for copy, targets in fix.groups if fix.fixable else ():
             wrong = [each for each in targets if applicability.judge(each).state == "applicable"]

@@ -1,4 +1,4 @@
-"""In each step, real NIXL over UCX behaves like the lab's model of NIXL. The lab also finds faults in real NIXL."""
+"""In each step, real NIXL over UCX behaves like the lab's model. The lab finds faults that tests plant in real NIXL."""
 
 from collections.abc import Callable
 from math import inf

@@ -213,7 +213,7 @@ def regression(folder: Path, tests: list[str]) -> dict[str, Any]:
     count = Count()
     known = {name for file in peers.KEPT.glob("*-*.json") for name in json.loads(file.read_text())["not passed"]}
     red = [f"--deselect={name}" for name in sorted(known) if name.partition("::")[0] in tests]
-    # theirs() does not load this plugin, because with it vLLM's tests of MooncakeConnector end early without a message.
+    # theirs() does not load pytest_asyncio.plugin, which ends vLLM's tests of MooncakeConnector early and silently.
     _run(folder, ["-p", "pytest_asyncio.plugin", *red, *tests], plugins=[count])
     return count.found
 

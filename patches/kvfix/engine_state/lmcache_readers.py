@@ -92,7 +92,7 @@ class V1(Reader):
         return getattr(engine, "lookup_pins", None)
 
     def left(self, request: str) -> list[str]:
-        """Leave out ended, aborted lookups: a later lookup removes them (lmcache_async_lookup_client.py 0.5.6:260)."""
+        """Ignore a cancelled lookup, because LMCache removes it later (lmcache_async_lookup_client.py 0.5.6:260)."""
         if request in self._statuses and request in getattr(self.client, "aborted_lookups", ()):
             return [where for where in super().left(request) if not where.startswith("lookup_client.")]
         return super().left(request)

@@ -34,7 +34,7 @@ class Reader:
         self.connector = connector
 
     def add_state(self, state: dict[str, Any]) -> None:
-        """Add fields to `state`, the connector's row with class and role. `kvfix.engine_state` lists the fields."""
+        """Add fields to `state`, which has the connector's class and role. `kvfix.engine_state` lists the fields."""
 
     def sends(self, request: str) -> bool:
         """Return True if the worker will report this ended request as sent."""

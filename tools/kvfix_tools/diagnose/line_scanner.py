@@ -11,7 +11,7 @@ from kvfix_tools.diagnose.log_line import Fields, LogLine
 from kvfix_tools.diagnose.texts import LEVEL, LONGEST_BODY, STAMP, Headless, Other
 from kvfix_tools.diagnose.tracebacks import Part, Stacks, Tracebacks, by_name
 
-#: kvfix searches this number of bytes for a line of vLLM's or LMCache's logger, which an engine's log must have.
+#: An input is an engine's log if its first _OWN bytes have a line of vLLM's or LMCache's logger.
 _OWN = 1 << 20
 #: kvfix parses at most this number of bytes of a line.
 LONGEST_LINE = 1 << 16

@@ -40,7 +40,7 @@ def main(lmcache_path: Path = Path(".cache/lmcache/0.3.10"), json: bool = False)
 
 
 def _play(scenario: Scenario, fixes: bool) -> Result:
-    """Return the result. Remove the events of the other requests from the result's log."""
+    """Play the scenario. Keep only the log events of the request LONG, and the events without a request."""
     done = runner.play(scenario, fixes)
     return done._replace(log=[(step, event) for step, event in done.log if event.request in (LONG, "")])
 

@@ -45,7 +45,7 @@ class Unsaved:
         self.saves: dict[str, tuple[int, Any]] = {}
 
     def take(self, scheduler_output: Any) -> dict[str, Any]:
-        """Return and remove due saves. New, resumed and ended requests have lost their blocks, so drop their saves."""
+        """Return and remove due saves. Drop a save if its id is new, resumed or ended now: its blocks are gone."""
         again = {new.req_id for new in scheduler_output.scheduled_new_reqs}
         resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
         for name in again.union(resumed, scheduler_output.finished_req_ids):

@@ -8,11 +8,11 @@ Cause: vLLM computes a request whose lookup timed out. When the request gets its
 deletes the lookup from the client (lmcache_async_lookup_client.py 0.5.6:251), although the lookup is still in flight.
 If vLLM preempts the request, LMCache looks it up again under the same id, and cannot tell the two replies apart.
 
-With several workers, LMCache can count two replies of one worker as replies of different workers. The load then begins
-before the other workers have fetched their chunks. Later the client cleans up the first lookup and sends a third
-lookup. The chunks that the third lookup fetches are never released.
+The client counts replies by id only. When it has as many replies as workers, it cleans up the first lookup and sends a
+third one. Replies to the second and the third lookup may then complete one count, and the load begins early. A worker
+that has not fetched its chunks dies. If no worker dies, the chunks of the third lookup are never released.
 
-Fix: The client keeps a cancelled lookup until its clean-up. Before that, it sends no new lookup (KVF011).
+Fix: Until LMCache cleans up a timed-out lookup, the client keeps the lookup and sends no new one (KVF011).
 - Releases: LMCache 0.3.10 to 0.5.6, with `enable_async_loading`.
 - Remove when: `clear_lookup_status` does not delete a lookup in `aborted_lookups`, or each lookup has an id of its own.
 """
@@ -27,7 +27,7 @@ def fix(client: Any, lookup_id: str) -> Any:
 
 
 def shows_bug(hook: Any, client: Any) -> bool:
-    """Clear a cancelled lookup in flight. With the bug, the client forgets the lookup."""
+    """Clear a timed-out lookup that is in flight. With the bug, the client forgets the lookup."""
     stub = stubs.async_lookup_client(aborted_lookups={stubs.NAME})
     hook(stub, stubs.NAME)
     return stubs.NAME not in stub.reqs_status

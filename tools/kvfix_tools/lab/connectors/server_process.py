@@ -137,14 +137,14 @@ class ServerProcess:
         busy_at = time.monotonic()
 
         def done() -> bool:
-            """Return True if idle without locks, or for LINGERING s: LMCache locks objects before it counts a store."""
+            """Return True if the server is idle and has no read lock, or has been idle for LINGERING s."""
             nonlocal busy_at
             state.update(self.request("GET", "/status"))
             storage = state["storage_manager"]
             if any(storage[controller][count] for controller, counts in _MOVES.items() for count in counts):
                 busy_at = time.monotonic()
                 return False
-            locked = storage["l1_manager"]["read_locked_count"]
+            locked = storage["l1_manager"]["read_locked_count"]  # LMCache locks objects before it counts their store
             return not locked or time.monotonic() > busy_at + LINGERING
 
         self.transfers_end()
