@@ -2,8 +2,8 @@
 
     python -m maintain released_findings [CONNECTOR...]
 
-A fix belongs to a finding if the fuzzer's steps with all other fixes still show the finding. For each kind of finding,
-the program tries seeds until one of them shows which fixes belong to the finding.
+A fix belongs to a finding if the fuzzer's steps show the finding when only this fix is missing. For each kind of
+finding, the program tries seeds until one of them shows which fixes belong to the finding.
 """
 
 import math

@@ -14,7 +14,7 @@ Stub = SimpleNamespace
 
 
 def raises(error: Any, hook: Callable[..., Any], *args: Any, text: str = "", **kw: Any) -> bool:
-    """Return True if the call raises this error with this text. Let other errors propagate: the probe does not fit."""
+    """Return True if the call raises this error with this text. Other errors propagate: kvfix then refuses the fix."""
     try:
         hook(*args, **kw)
     except error as raised:

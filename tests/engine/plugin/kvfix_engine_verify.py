@@ -111,7 +111,7 @@ def is_whole(chunk: slice) -> bool:
 
 
 def two_chunks_swapped(kv: torch.Tensor, chunks: list[slice], _: str = "") -> None:
-    """Swap two chunks, K and V together. The swap changes the order of sums, and so only the answer's last bits."""
+    """Swap two chunks, K and V together. Attention sums in another order, so the result changes by rounding only."""
     if len(chunks) > 1 and is_whole(chunks[1]):
         one, other = (kv[:, :, chunk].clone() for chunk in chunks[:2])
         kv[:, :, chunks[0]], kv[:, :, chunks[1]] = other, one

@@ -254,7 +254,7 @@ class Diagnosis:
             self._on_found(found)
 
     def _began(self, found: LogFinding) -> float:
-        """Return a value of `began` that sorts a finding of the log's end after all findings with earlier lines."""
+        """Return `began` for a finding at the log's end. The finding sorts after all findings with earlier lines."""
         if not found.evidence:
             return math.inf
         file, number, _ = found.evidence[0]

@@ -2,7 +2,7 @@
 
 A statement has the level of a log line, and the line number of the logging call in each release. A check is a raise, an
 assertion or an error log in a connector. A check has the condition under which the code fails, and the releases that
-have the code. kvfix reports both for a failure that no known problem explains. `make statements` writes both files.
+have the code. If no known problem explains a failure, kvfix reports the check. `make statements` writes both files.
 """
 
 import json

@@ -8,7 +8,7 @@ from kvfix_tools.roundtrip.cell_check import CellCheck, Refused, Transfer, every
 from kvfix_tools.roundtrip.element import FIRST, POISON, STALE, Identity, rows
 from kvfix_tools.roundtrip.region import Coordinates
 
-#: {fault: class of wrong words (mismatch.py) that the check must report}
+#: {fault: class that the check must report for the wrong 8-byte words of the KV (mismatch.py)}
 FAULTS = {
     "swap-kv": "K and V swapped",
     "shift-slot": "wrong slot",

@@ -16,7 +16,7 @@ from kvfix.fixes.api import GO_ON, SCHEDULER, Any, Fix, fix_before, note
 
 
 def _ahead(request: Any) -> int:
-    """Return how many tokens vLLM counts as computed in excess of the tokens before the turn's last token."""
+    """Return how far vLLM's number of computed tokens exceeds the number of tokens before the turn's last token."""
     return int(request.num_computed_tokens - request.num_output_placeholders - (request.num_tokens - 1))
 
 

@@ -125,7 +125,7 @@ class Offloading(BothRoles):
         build = self.scheduler.build_connector_meta
 
         def build_connector_meta(output: Any) -> Any:
-            """Add the blocks of `others_take`. In an engine, the scheduler output names blocks of other requests."""
+            """Add the blocks of `others_take`. In a real engine, the scheduler output names these blocks."""
             self.scheduler._current_batch_allocated_block_ids |= self._taken
             self._taken.clear()
             return build(output)

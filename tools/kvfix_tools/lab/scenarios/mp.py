@@ -32,7 +32,7 @@ def _window_freed(max_tokens: int, doc: str) -> Scenario:
 
 
 def _null_state(tokens: int, options: dict[str, Any], **more: Any) -> Scenario:
-    """Return a scenario of a stored chunk without a state. A prompt of `tokens` tokens hits the chunk."""
+    """Return a scenario of a stored chunk whose Mamba state is missing. A prompt of `tokens` tokens hits the chunk."""
     return states(
         [do.store("first", prompt(110)), do.admit("short", prompt(tokens))],
         shows="LAB001 in KV group 1",
@@ -264,7 +264,7 @@ SCENARIOS: dict[str, Any] = {
             num_blocks=24, chunk_size=16, max_num_batched_tokens=16, states=True, separate_object_groups=True, delay=20
         ),
     ),
-    # Only the last of three blocks has a state. Without separate objects, all three chunks are stored.
+    # Only the last of three blocks has a state. One object holds all KV groups of a chunk, so all chunks are stored.
     "mp-state-kept-null": _null_state(40, {"chunk_size": 16}),
     # A chunk has two blocks. vLLM keeps a state at the end of each step, here after 48 and 96 tokens, in the third and
     # the sixth block. The second chunk has the third block and the fourth block. The fourth block is null.
@@ -286,8 +286,8 @@ SCENARIOS: dict[str, Any] = {
     ),
     "mp-window-reserves-too-little": scenario(
         # LMCache loads 256 of 320 tokens: 16 blocks of full attention, and one block of the window after 15 null
-        # blocks. The rest needs 4 blocks in each KV group. vLLM reserves 4 blocks for "r" when it admits the load of
-        # "other", so 5 of 39 blocks stay free.
+        # blocks. The rest needs 4 blocks in each KV group. Before vLLM admits the load of "other", vLLM reserves only 4
+        # blocks for "r". The two loads take 34 of 39 blocks, so 5 blocks stay free.
         [do.stored_elsewhere(prompt(256)), do.stored_elsewhere(prompt(256, seed=1))],
         [do.admit("r", prompt(320), max_tokens=2), do.admit("other", prompt(320, seed=1), max_tokens=2)],
         shows="LAB009 1 request is loaded and waits behind r, which needs 8 blocks; 5 are free",
