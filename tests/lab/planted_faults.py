@@ -361,5 +361,5 @@ row(
     lambda engine, store, key, groups: store(
         key, [group[::-1] for group in groups] if engine.counts["server_stops"] else groups
     ),
-    "LAB001 is stored under their key", on=MP, schedule=SILENT_SERVER, mp={"delay": 3},
+    "LAB001 is stored with wrong KV", on=MP, schedule=SILENT_SERVER, mp={"delay": 3},
 )  # fmt: skip

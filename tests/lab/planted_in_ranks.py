@@ -47,7 +47,7 @@ def a_rank_reports_a_load_before_it_is_done(
 row(
     "a_block_is_taken_for_that_of_one_rank", "",
     lambda engine: vars(engine.scheduler.connector).update(_group_tokens_per_block=[engine.options.block_of_rank]),
-    "LAB001 is stored under their key", on=MP, **SHARES,
+    "LAB001 is stored with wrong KV", on=MP, **SHARES,
 )  # fmt: skip
 row(
     "a_rank_loads_the_tokens_of_another", "connector.server.chunks.load",
@@ -55,7 +55,7 @@ row(
 )  # fmt: skip
 
 
-@fault("LAB001 is stored under their key", on=MP, **RANKS)
+@fault("LAB001 is stored with wrong KV", on=MP, **RANKS)
 def a_rank_stores_after_it_has_said_so(engine: Any) -> None:
     """Report the second rank's store before it ends. Other requests then write to the blocks that the store reads."""
     server, done = engine.connector.server, []
@@ -97,7 +97,7 @@ ONE_OBJECT: dict[str, Any] = {"separate_object_groups": False, "windows": (32,)}
 #: Play a sliding window whose blocks have twice as many tokens as the blocks of full attention.
 LARGER_BLOCKS: dict[str, Any] = {"windows": (64,), "window_blocks": 2}
 STATES_AND_DRAFTS: dict[str, Any] = {"drafter": "mtp", "drafts": 3, "acceptance": 50}
-COMPUTED, STORED = "computed ones, its slot holds other KV", "is stored under their key"
+COMPUTED, STORED = "computed ones, its slot holds other KV", "is stored with wrong KV"
 
 
 def _others(groups: list[Any]) -> list[Any]:

@@ -25,7 +25,7 @@ def _window_freed(max_tokens: int, doc: str) -> Scenario:
         # one step after "r", "other" takes the blocks before the window of "r", and writes to them
         do.admit("other", prompt(288, seed=1)),
         doc=doc,
-        shows="LAB001 is stored under their key",
+        shows="LAB001 is stored with wrong KV",
         hooks_rule="KVR014",
         options=MP(num_blocks=60, windows=(64,), max_num_batched_tokens=1024, delay=4),
     )
@@ -118,7 +118,7 @@ SCENARIOS: dict[str, Any] = {
         do.step(),  # the worker learns of the request's end, and answers
         do.keep_blocks(0),  # other requests take the blocks of "r" and write to them
         [do.step(4), do.free_blocks()],
-        shows="LAB001 is stored under their key",
+        shows="LAB001 is stored with wrong KV",
         hooks_rule="KVR009",
         options={"max_num_batched_tokens": 16, "delay": 3},
     ),
@@ -146,7 +146,7 @@ SCENARIOS: dict[str, Any] = {
         do.step(),  # the worker hands the store to the server, which copies some steps later
         [do.preempt("r"), do.keep_blocks(0)],  # other requests take the blocks of "r" and write to them
         [do.step(3), do.free_blocks()],
-        shows="LAB001 is stored under their key",
+        shows="LAB001 is stored with wrong KV",
         wrong=">=0.4.5,<0.5.6",
         options={"num_blocks": 50, "max_num_batched_tokens": 1024, "delay": 3},
     ),
@@ -219,7 +219,7 @@ SCENARIOS: dict[str, Any] = {
         [do.preempt("r"), do.keep_blocks(0)],  # other requests take the blocks of "r" and write to them
         [do.step(2), do.server_goes_on(), do.step(4), do.free_blocks()],
         doc="A slow server misses a heartbeat: the worker does not wait for the store of a preempted request.",
-        shows="LAB001 is stored under their key",
+        shows="LAB001 is stored with wrong KV",
         options=MP(num_blocks=50, max_num_batched_tokens=1024, delay=9),
     ),
     "mp-reset-keeps-what-is-in-flight": mp(
@@ -244,7 +244,7 @@ SCENARIOS: dict[str, Any] = {
         do.keep_blocks(0),  # other requests take these blocks and write to them
         [do.step(), do.server_goes_on(), do.step(4), do.free_blocks()],
         doc="A slow server misses a heartbeat: the worker drops its store, and the server stores KV of other requests.",
-        shows="LAB001 is stored under their key",
+        shows="LAB001 is stored with wrong KV",
         options=MP(num_blocks=50, max_num_batched_tokens=1024, delay=5),
     ),
     # ------------------------------------------------------------------ models with several KV groups
@@ -258,7 +258,7 @@ SCENARIOS: dict[str, Any] = {
     "mp-state-freed-while-stored": states(
         do.admit("r", prompt(256), max_tokens=2),
         doc="vLLM frees the block of a state during its store: the request writes a later state to the block.",
-        shows="LAB001 is stored under their key",
+        shows="LAB001 is stored with wrong KV",
         not_in_hooks="the block is used again after the next step, when the store may have ended",
         options=MP(
             num_blocks=24, chunk_size=16, max_num_batched_tokens=16, states=True, separate_object_groups=True, delay=20
@@ -299,7 +299,7 @@ SCENARIOS: dict[str, Any] = {
         [do.serve("short", prompt(65)), do.stored_elsewhere(prompt(128))],
         [do.admit("r", prompt(400), max_tokens=2), do.step(2), do.lose_loads()],  # the load was in flight
         doc="After a failed load LMCache stores each chunk too late: other requests have the window's blocks by then.",
-        shows="LAB001 is stored under their key",
+        shows="LAB001 is stored with wrong KV",
         needs={"lmcache": ">=0.5.6", "vllm": ">=0.32"},
         hooks_rule="KVR014",
         options=MP(num_blocks=32, windows=(64,), max_num_batched_tokens=16),

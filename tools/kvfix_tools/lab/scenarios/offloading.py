@@ -25,7 +25,7 @@ def _failed_load(shows: str, *then: Step, doc: str = "", **options: Any) -> Scen
 
 
 SCENARIOS = {
-    "failed-load-is-offloaded": _failed_load("LAB001 the OffloadingConnector stores other KV"),
+    "failed-load-is-offloaded": _failed_load("LAB001 OffloadingConnector stores wrong KV"),
     "load-after-reset-asserts": beside_0_32(
         # The request is preempted between two steps, as by reset_prefix_cache.
         [do.admit("r", prompt(300), max_tokens=30), do.step(10)],  # its prompt is stored
@@ -39,7 +39,7 @@ SCENARIOS = {
         do.admit("a", prompt(256)),  # LMCache has the prompt, so no store of LMCache holds the blocks
         do.admit("r", prompt(256, seed=1)),  # its load gets the blocks of "a", which has ended
         doc="LMCache loads into blocks of an ended request that OffloadingConnector still copies.",
-        shows="LAB001 the OffloadingConnector stores other KV",
+        shows="LAB001 OffloadingConnector stores wrong KV",
         options=Options(connector="mp", offloading="last", delay=3, max_num_batched_tokens=128, prefix_caching=False),
     ),
     "offload-copy-fails": scenario(
@@ -70,7 +70,7 @@ SCENARIOS = {
     "session-offloads-other-blocks": beside_0_32(
         [do.admit("r", prompt(40), resumable=True), do.run(5), do.add_input("r", prompt(100, seed=1))],
         [do.run(5), do.end_input("r")],
-        shows="LAB001 the OffloadingConnector stores other KV",
+        shows="LAB001 OffloadingConnector stores wrong KV",
         options=Options(offloading="last"),
     ),
     "simple-offload-copy-fails": scenario(
@@ -95,7 +95,7 @@ SCENARIOS = {
         kv_load_failure_policy="fail",
     ),
     "simple-offload-stores-failed-load": _failed_load(
-        "LAB001 the SimpleCPUOffloadConnector stores other KV",
+        "LAB001 SimpleCPUOffloadConnector stores wrong KV",
         doc="A load of LMCache fails, and SimpleCPUOffloadConnector stores the blocks under valid keys.",
         simple_offloading=True,
     ),

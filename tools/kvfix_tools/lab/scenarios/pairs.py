@@ -45,7 +45,7 @@ SCENARIOS = {
         [do.on("decode", "keep_blocks", 5), do.ask_decode("a", prompt(64))],
         do.ask("r", prompt(64, seed=1)),  # its load gets the blocks of "a", which has ended
         [do.run(), do.on("decode", "free_blocks")],
-        shows="LAB001 the OffloadingConnector stores other KV",
+        shows="LAB001 OffloadingConnector stores wrong KV",
         doc="NIXL loads into blocks of an ended request that OffloadingConnector still copies.",
         wrong={"vllm": ">=0.32,<0.33"},
         options=OFFLOAD(offloading="last", delay=3),
