@@ -3,8 +3,9 @@
     make matrix                                  only new or changed pairs
     python -m maintain scenario_matrix --again   all pairs
 
-`requirements/matrix` makes the environments .cache/vllm/<release>. In docs/matrix.json, a row of `outcomes` names all
-LMCache releases with the row's outcome. `code` is a digest of the code of the fixes and the lab.
+Each core plays another vLLM release. `requirements/matrix` makes the environments .cache/vllm/<release>. In
+docs/matrix.json, a row of `outcomes` names all LMCache releases with the row's outcome. `code` is a digest of the code
+of the fixes and the lab.
 """
 
 import datetime
@@ -13,7 +14,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -115,15 +118,21 @@ def main(again: Annotated[bool, typer.Option("--again")] = False) -> int:
     wanted = Path("requirements/lmcache-releases.txt").read_text().split()
     before = load(FILE.read_text()) if FILE.exists() else {}
     pairs = {pair: known for pair, known in before.items() if pair[0] in pythons and pair[1] in wanted}
-    for vllm, python in pythons.items():
+    lock = threading.Lock()
+
+    def play_all(vllm: str) -> None:
         stale = [name for name in wanted if again or pairs.get((vllm, name), {}).get("code") != code]
-        for lmcache, answer in play(python, stale) if stale else ():
+        for lmcache, answer in play(pythons[vllm], stale) if stale else ():
             about = {"date": datetime.date.today().isoformat(), "python": answer.pop("python", ""), "code": code}
-            pairs[vllm, lmcache] = {**about, **answer}
-            FILE.write_text(dump(pairs))
+            with lock:
+                pairs[vllm, lmcache] = {**about, **answer}
+                FILE.write_text(dump(pairs))
             wrong = len(deviations({(vllm, lmcache): pairs[vllm, lmcache]}))
             outcome = f"{wrong} not as expected" if wrong else "as expected"
             print(f"vLLM {vllm}, LMCache {lmcache}: {outcome}", file=sys.stderr, flush=True)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(play_all, pythons))
     missing = [f"vLLM {vllm}, LMCache {name}" for vllm in pythons for name in wanted if (vllm, name) not in pairs]
     found = [*deviations(pairs), *(f"{pair}: not played" for pair in missing)]
     print("\n".join(found) or f"{len(pairs)} pairs, all as expected")
