@@ -1,4 +1,4 @@
-"""Variants of the documentation's connector. Each variant has one planted fault."""
+"""Variants of the documentation's connector. Each variant has one planted fault. Only StoresNothing breaks no rule."""
 
 import sys
 from collections import deque

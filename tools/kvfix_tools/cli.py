@@ -1,7 +1,4 @@
-"""Define the command `kvfix` with its subcommands and options. A subcommand imports slow modules only when it runs.
-
-_EXIT has the exit codes of all commands.
-"""
+"""Define the command `kvfix` with its subcommands and options. A subcommand imports slow modules only when it runs."""
 
 import os
 import shutil
@@ -30,8 +27,8 @@ COMMANDS = {
 }  # fmt: skip
 
 
-_EXIT = """Exit codes of all commands: 0 (nothing was found), 1 (a bug or violation was found), 2 (wrong usage or
-unreadable input), 77 (the check could not run here)."""
+_EXIT = """Exit codes, unless the help of a command says otherwise: 0 (nothing was found), 1 (a bug or violation was
+found), 2 (wrong usage or unreadable input), 77 (the check could not run here)."""
 
 
 class _InOrder(TyperGroup):
@@ -65,8 +62,8 @@ _PID = "Process ID of the engine. kvfix includes all child processes of this pro
 Pid = Annotated[int, typer.Argument(metavar="PID", help=_PID)]
 Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")]
 Wait = Annotated[float, value("SECONDS", "Wait at most this long for the end of a step.")]
-_AUDIT = """With --mode check: vLLM recomputes this fraction of the hits, 0 to 1, and kvfix compares the result with the
-cached KV."""
+_AUDIT = """With --mode check or strict: vLLM recomputes this fraction of the hits, 0 to 1, and kvfix compares the
+result with the cached KV."""
 _SYMPTOM = "Describe the symptom, or name a file with the description."
 _LAUNCHED = "The command that you will launch: vllm serve ..., lmcache server ..."
 _SERVER = "Read the options and the release of the LMCache server from its HTTP port."
@@ -91,8 +88,10 @@ def run(
     layers: Annotated[bool, flag("--layers", "Also record the hooks that run once per layer.")] = False,
     audit: Annotated[float, typer.Option(help=_AUDIT)] = 0,
 ) -> int:
-    """Run a program, such as `vllm serve` or `lmcache server`, with the fixes in all its processes."""
-    # The program replaces this process. `run` returns only after a failure. The codes 126 and 127 are those of a shell.
+    """Run a program, such as `vllm serve` or `lmcache server`, with the fixes in all its processes.
+
+    The program replaces kvfix, so the exit code is the program's. 127: there is no such program. 126: it cannot run.
+    """
     try:
         choice = Config(mode, only, skip, layers, plus, audit)
     except ValueError as error:

@@ -38,7 +38,7 @@ def conform(
     json: Json = False,
     junit: Annotated[Path | None, value("FILE", "Write JUnit XML.")] = None,
 ) -> int:
-    """Test a KV connector against vLLM's connector interface, without a GPU. Exit 1 if a rule is violated."""
+    """Test a KV connector against vLLM's interface without a GPU. Exit 1: a rule is violated. 2: no load was tested."""
     first, _, last = seeds.partition(":")
     try:
         drawn = range(int(first), int(last or int(first) + 1))

@@ -89,7 +89,10 @@ def fuzz_connector(
     lmcache_path: LMCachePath = None,
     json: Json = False,
 ) -> None:
-    """Play random schedules of requests, aborts and faults. Exit 1 if a rule was violated, 2 if nothing was tested."""
+    """Play random schedules of requests, aborts and faults. Exit 1 if a rule was violated, 2 if nothing was tested.
+
+    nixl-multi: nixl-pull and v1 in a MultiConnector. nixl-offload: nixl-pull and offloading in a MultiConnector.
+    """
     with _refusing("fuzz"):
         first, _, last = seeds.partition(":")
         drawn = range(int(first), int(last) if last else int(first) + 1)
@@ -179,8 +182,8 @@ def continue_state(
 ) -> None:
     """Rebuild an engine's state, and continue it without and with the fixes. Exit 1 if the run without fixes fails.
 
-    A run fails if it is stuck or violates a rule. If the run without fixes is stuck, up to 20 more runs each
-    abort one waiting request. They show whether all other requests then end.
+    A run fails if it is stuck or violates a rule. If the run without fixes is stuck, the lab repeats it up to 20 times.
+    Each repetition aborts another waiting request, and shows whether all other requests then end.
     """
     with _refusing("continue", file):
         runner.prepare(lmcache_path)
