@@ -24,7 +24,7 @@ _KEYS = re.compile(
     r"(?i)(?:api|access|account|private|secret|signing|ssh|ssl|tls|encryption|shared|master|license|service|client)"
     r"[-_.]?(?:access[-_.]?)?key|(?:db|user|smtp|redis|mysql|postgres|proxy|admin|root)[-_]?pass\b"
 )
-#: These names contain one of the words above, but name no secret: a source file, ids of tokens, numbers of tokens.
+#: These names contain one of the words above, but name no secret: a source file, ids of tokens, a token budget.
 _HARMLESS = re.compile(r"(?i)(?:\.py|token_?(?:ids?|budgets?))$")
 _SPLIT = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
 

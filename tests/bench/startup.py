@@ -12,8 +12,7 @@ from tests.conftest import Fresh, clean_environment
 PAIRS = 25
 IMPORTS = 3
 
-#: This code measures the processor time of kvfix and of the whole process. It times every call into kvfix,
-#: because a comparison with a process without kvfix is not precise enough.
+#: This code measures the processor time of kvfix (`apply()`, then `_settle` and `_is_target`) and of the process.
 WHOLE = """
 from time import thread_time
 from tests.engine.plugin.kvfix_engine_times import Spent, timed
@@ -41,7 +40,7 @@ def measure() -> Iterator[Row]:
     share = median(own / (total - own) * 100 for own, total in figures)
     total = median(total for _, total in figures)
     context = f"imports of vLLM's scheduler and core and of LMCache's adapter and engine, {total:.1f} s of a core"
-    yield Row("all of kvfix while an engine's process imports", share, "%", context, at_most=1)
+    yield Row("kvfix's share of the processor time of an engine's imports", share, "%", context, at_most=1)
 
 
 def run(code: str) -> float:

@@ -71,7 +71,7 @@ def test_an_engine_that_cannot_move(tmp_path: Path) -> None:
         code, drawn = watched(pid, 2)
     assert (done.returncode, text.returncode, one.returncode, none.returncode, code) == (1, 1, 1, 2, 1)
     assert drawn.count("KVD202 nothing-moves") >= 2
-    assert re.search(r"; \d+ steps, 0 tokens, 0\.0 requests ended a second", drawn), drawn
+    assert re.search(r"; per second: \d+ steps, 0 tokens, 0\.0 ended requests", drawn), drawn
     answer = json.loads(done.stdout)
     (verdict,) = answer["verdicts"]
     assert (verdict["code"], verdict["request"], verdict["fixes"]) == ("KVD202", "r", ["KVF208", "KVF210", "KVF219"])

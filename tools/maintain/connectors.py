@@ -45,7 +45,7 @@ class Said(NamedTuple):
     def note(self) -> str:
         if self.name == "DecodeBenchConnector":
             return "loads made-up KV on purpose, for benchmarks."
-        return f"with the lab's replacement of a part: {self.stand_in} ([the lab](lab.md))." if self.stand_in else ""
+        return f"the lab replaced a part for this test: {self.stand_in} ([the lab](lab.md))." if self.stand_in else ""
 
 
 def load() -> list[Said]:

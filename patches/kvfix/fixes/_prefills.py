@@ -19,7 +19,7 @@ def is_to_load(request: Any) -> bool:
 
 
 def first(connector: Any, prefill: tuple[Any, ...], request: Any) -> bool:
-    """Return True if no other request has asked for this prefill before."""
+    """Return True if no other request has asked for this prefill before. kvfix remembers the newest 10,000 prefills."""
     known = vars(connector).setdefault(_FIRST, OrderedDict())
     name = hash(request.request_id)
     if known.setdefault(hash(prefill), name) != name:
@@ -91,9 +91,9 @@ def has_another(connector: Any, prefill: tuple[Any, ...]) -> bool:
 
 
 def compute(request: Any) -> None:
-    """Remove the remote prefill from the request, so that the request computes its prompt.
+    """Set `do_remote_prefill` to False, so that the request computes its prompt.
 
-    vLLM removes the remote prefill after a load. If the remote prefill stays, `update_state_after_alloc` or, after an
-    abort, `request_finished` can tell prefill to free the blocks. Another request may still read these blocks.
+    If `do_remote_prefill` stays True, vLLM can tell the prefill engine to free the blocks: in
+    `update_state_after_alloc`, or in `request_finished` after an abort. Another request may still read these blocks.
     """
     request.kv_transfer_params = {**request.kv_transfer_params, "do_remote_prefill": False}

@@ -73,7 +73,7 @@ class Options:
 
 
 def main(paths: list[str], options: Options = Options()) -> int:
-    """Return exit code 0 without findings, 1 with findings (see --fail-on), 2 for a file error, 130 if interrupted."""
+    """Return exit code 1 for findings (--fail-on), 2 for a bad option, input or output, 130 if interrupted, else 0."""
     try:
         sources = log_files.sources(paths)
         options.check([*paths, *(source.path for source in sources)])
@@ -167,7 +167,7 @@ def _write(log: Diagnosis, findings: list[LogFinding], options: Options) -> bool
 
 
 def _is_written(path: str, text: str) -> bool:
-    """Write the whole text, or leave a regular file unchanged. Write directly to a pipe or to /dev/stdout."""
+    """Write the whole text, or leave the file at `path` unchanged. A pipe or a device may get a part of the text."""
     whole = Path(path) if os.path.exists(path) and not os.path.isfile(path) else Path(f"{path}.part")
     try:
         whole.write_text(text, encoding="utf-8")

@@ -21,7 +21,7 @@ KINDS = {
     "list[str]": "a list of text",
     "dict": "a mapping",
 }
-#: Modules that read a connector's keys: {is_v1 (True if in-process): (modules of LMCache, module of vLLM)}
+#: Modules that read `lmcache.*` keys: {True (LMCacheConnectorV1) or False (LMCacheMPConnector): (of LMCache, of vLLM)}
 READERS = {
     True: (("vllm_v1_adapter", "lmcache_connector_v1"), "lmcache_connector"),
     False: (
@@ -40,7 +40,7 @@ _WORDS = {
 
 
 class Definition(NamedTuple):
-    """A setting. kind: the type, usually a key of KINDS. converted: LMCache converts an environment variable's text."""
+    """A setting. kind: usually a key of KINDS. converted: True if LMCache converts environment variables to `kind`."""
 
     name: str
     kind: str
@@ -104,7 +104,7 @@ def words(name: str, packages: Packages) -> set[str]:
 
 
 def connector_keys(is_v1: bool, packages: Packages) -> dict[str, Any]:
-    """Return {key `lmcache.*` that the connector reads: default or None}; {} if the connector's code cannot be read."""
+    """Return {key `lmcache.*` that the connector reads: default or None}. Skip modules that kvfix cannot read."""
     modules, own = READERS[is_v1]
     names = [*(f"lmcache.integration.vllm.{module}" for module in modules), f"{VLLM_CONNECTORS}.{own}"]
     keys: dict[str, Any] = {}

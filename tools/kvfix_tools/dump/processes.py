@@ -31,8 +31,7 @@ def tree(pid: int) -> list[Process]:
     """Return this process and all its descendants, parents first, or [] if the process does not exist.
 
     vLLM sets process titles (setproctitle). A title overwrites a part of the environment in /proc, so kvfix takes
-    missing settings from the parent. Ray sets a worker's environment after the worker has started, so /proc does not
-    show it. For Ray's workers, kvfix takes `directory` from KVFIX_DUMP_DIR in the environment of `kvfix dump`.
+    missing settings from the parent. If both lack KVFIX_DUMP_DIR, the environment of `kvfix dump` sets `directory`.
     """
     try:
         pids = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
@@ -59,6 +58,7 @@ def elsewhere(tree: list[Process]) -> list[Process]:
             process = _described(int(pid)) if pid.isdecimal() else None
             if process is None or process.pid in {each.pid for each in [*tree, *found]}:
                 continue
+            # Ray sets a worker's environment after the worker has started, so /proc does not show KVFIX_DUMP_DIR.
             process = process._replace(directory=directory)
             announced = ready(process)
             if announced.get("began") == process.began and engines.intersection(announced.get("engines", ())):

@@ -2,8 +2,8 @@
 
     python -m kvfix_tools.lab.demo [--lmcache-path DIR] [--json]
 
-Exit 0 needs two results. Without kvfix, the engine dies with the message in the issue. With kvfix, the engine finishes
-the request without loading tokens that vLLM has computed.
+Exit code 0 needs two results: without kvfix, the engine dies as in the issue, and with kvfix, the engine finishes the
+request and loads no tokens. Exit code 1: a result is missing. Exit code 2: vLLM is missing, or DIR has no LMCache.
 """
 
 import json as jsonlib
@@ -80,7 +80,7 @@ def show(released: Result, fixed: Result) -> None:
 
 
 def _cells(result: Result) -> dict[int, list[str]]:
-    """Return {step: lines of the step's cell}, without leaks, because `show` prints the leaks below the table."""
+    """Return {step: lines of the step's cell}. Omit leaks (`Left`). `show` prints only leaks of the run with kvfix."""
     cells: dict[int, list[str]] = {}
     for step, event in result.log:
         if not isinstance(event, ev.Left):

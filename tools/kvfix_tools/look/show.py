@@ -19,6 +19,7 @@ from kvfix_tools.look.looking import INSIDE, NOT, Way
 
 ROWS = 40  # maximum number of rows in the table of requests
 _COLUMNS = ("request", "status", "waits", "computed", "blocks", "promised", "granted", "load", "stored", "waits for")
+_HELD = {"loads": "loads", "stores": "stores", "unreported": "unreported transfers", "fetched": "with fetched chunks"}
 _NUMBERS = ("waits", "blocks", "promised", "granted", "stored")
 
 
@@ -116,14 +117,14 @@ def _rates(engine: Engine, looks: Sequence[Look]) -> str:
     if len(looks) < 2:
         return ""
     before = next((e for e in liveness.engines(looks[-2].processes) if e.process["pid"] == engine.process["pid"]), None)
-    seconds = looks[-1].at - looks[-2].at
-    if before is None or seconds <= 0:
+    span = looks[-1].at - looks[-2].at  # seconds
+    if before is None or span <= 0:
         return ""
     rows = {row["id"]: row["computed"] for row in before.requests}
     tokens = sum(max(0, row["computed"] - rows[row["id"]]) for row in engine.requests if row["id"] in rows)
     gone = len(set(rows) - {row["id"] for row in engine.requests})
     steps = (engine.scheduler["steps"] or 0) - (before.scheduler["steps"] or 0)
-    return f"; {steps / seconds:.0f} steps, {tokens / seconds:.0f} tokens, {gone / seconds:.1f} requests ended a second"
+    return f"; per second: {steps / span:.0f} steps, {tokens / span:.0f} tokens, {gone / span:.1f} ended requests"
 
 
 def waited(row: dict[str, Any]) -> float:
@@ -136,7 +137,7 @@ def waits_for(engine: Engine, row: dict[str, Any]) -> str:
     queue, name = row["queue"], row["id"]
     if queue == "ended":
         ranks = engine.ranks_with(name, "stores", *liveness.KINDS)
-        return f"{ranks_text(ranks)}: its transfer, which holds its blocks" if ranks else "no worker has its transfer"
+        return f"{ranks_text(ranks)}: the transfer of this request's blocks" if ranks else "no worker has its transfer"
     if queue not in QUEUES:
         return "the workers: its next tokens"
     kind = next(kind for each, kind in liveness.waits(engine) if each["id"] == name)
@@ -198,8 +199,7 @@ def _held(engine: Engine) -> Iterable[str]:
     """Yield lines about transfers, reports and lookups, and about state that connectors keep for ended requests."""
     alive = {row["id"] for row in engine.requests}
     for process, each in engine.workers:
-        held = {kind: each[kind] for kind in ("loads", "stores", "unreported", "fetched") if each.get(kind)}
-        kinds = [f"{len(names)} {kind} ({_some(names)})" for kind, names in held.items()]
+        kinds = [f"{len(each[kind])} {name} ({_some(each[kind])})" for kind, name in _HELD.items() if each.get(kind)]
         if each.get("failed_blocks"):
             kinds.append(f"{each['failed_blocks']} blocks of failed loads")
         if pins := {name: count for name, count in (each.get("pins") or {}).items() if name not in alive}:

@@ -1,6 +1,6 @@
 """Make the index of messages, which shows the findings and fixes for each text in a log.
 
-Messages are logged texts that a finding reads (statements.json), and texts that a fix quotes as its symptom.
+Messages are texts in statements.json for which a rule can report a finding, and texts that a fix's Symptom quotes.
 """
 
 import re
@@ -16,7 +16,7 @@ from maintain.documentation.markdown import code, filtered, link, links
 
 #: Kinds of lines that every log has. The index omits these lines, because only the values in a line show a problem.
 _ORDINARY = {"asked", "retrieved", "stats"}
-#: Names of the grammar's messages that are texts of exceptions.
+#: Names of the kinds of lines whose text is the text of an exception (source `raised` in the grammar).
 RAISED = {message.name for message in grammar.MESSAGES if message.source == "raised"}
 #: Markdown for code: a text between backticks, or between double backticks if the text has a backtick.
 _SPAN = re.compile(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)", re.S)
@@ -101,6 +101,6 @@ def _about(entry: Entry) -> tuple[str, str]:
     if len(entry.rules) == 1:
         return effect, f"{link(entry.rules[0].code, up='')} {entry.rules[0].title}"
     if entry.rules:
-        return effect, "By numbers: " + "; ".join(f"{link(rule.code, up='')} {rule.name}" for rule in entry.rules)
+        return effect, "One of: " + "; ".join(f"{link(rule.code, up='')} {rule.name}" for rule in entry.rules)
     fix = catalogue.find(entry.fixes[0])
     return (fix.effect, fix.title) if fix else ("", "")

@@ -9,7 +9,7 @@ READY and keeps the hit, so the function promises the hit again (lmcache_mp_conn
 `update_state_after_alloc` starts a load only if the tracker is PREFETCHING (0.5.4:852).
 
 LMCache 0.5.5 recognizes a request whose load has failed, and promises 0 tokens. LMCache 0.5.6 gives a preempted
-request a new tracker (0.5.6:1833). So LMCache does not recognize the request, and repeats lookup and load for ever.
+request a new tracker (0.5.6:1833). The new tracker records no failed load, so LMCache repeats lookup and load for ever.
 
 Fix: If a request was admitted with a hit, has not run since, and has no computed tokens, its load has failed. Before
 `get_num_new_matched_tokens`, the fix then gives the request a new tracker without a hit. So vLLM computes the request,
@@ -17,7 +17,7 @@ as with LMCache 0.5.5. In releases with LMCache's own fix, this fix handles only
 - Releases: LMCache 0.4.5 to 0.5.4. LMCache 0.5.6: only preempted requests. LMCache's modules lmcache_mp_connector_0180
   and _0201: 0.4.4 to 0.5.5. vLLM's copy of the connector: 0.26.0 to 0.33.0.
 - Upstream: None known. LMCache 0.5.5 has its own fix ("Bypassing LMCache for request").
-- Remove when: LMCache 0.5.4 is no longer in use, and LMCache and vLLM's copy also bypass preempted requests.
+- Remove when: LMCache 0.5.4 is no longer in use, and all connectors promise 0 tokens after each failed load.
 """
 
 from kvfix.fixes import _mp

@@ -12,9 +12,9 @@ At the end of a request, vLLM also frees the blocks before the window at once (s
 other blocks of the request only when the stores have ended. LMCache waits for its stores only after a preemption
 (`need_flush_before_forward`, lmcache_mp_connector.py 0.5.6:1478).
 
-Fix: The fix records which window blocks and state blocks the stores read, and which of them vLLM has freed. If a step
-uses a freed block, the fix sets the metadata flag that LMCache sets after a preemption. The workers then wait before
-the step for the stores in flight, at most LMCache's `mq_timeout` for each. Up to LMCache 0.5.5 the fix needs KVF106.
+Fix: The fix records which window and state blocks the stores read, and which of them vLLM has freed. If a step uses a
+freed block, the fix sets the flag that LMCache sets after a preemption. Before the step, the workers then wait for the
+stores in flight, at most `mq_timeout` each. Up to LMCache 0.5.5 the fix needs KVF106: on CUDA, LMCache does not wait.
 - Releases: LMCache 0.4.7 to 0.5.6. Earlier releases were not tested with several KV groups.
 - Remove when: vLLM or LMCache keeps a block until the block is stored.
 """
@@ -79,7 +79,7 @@ def fix(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> No
     if stores.freed:
         pool = getattr(connector, "_gpu_block_pool", None) or connector._kv_cache_manager.block_pool
         if len(stores.freed) > _MOST or any(pool.blocks[block].ref_cnt for block in stores.freed):
-            # LMCache from 0.5.2 on reads the first flag, and KVF106 reads the second
+            # LMCache 0.5.2 and later reads `need_flush_before_forward`. KVF106 reads `_kvfix_preempted`.
             note(__name__, "workers wait for stores in flight: vLLM has freed their blocks")
             metadata.need_flush_before_forward = metadata._kvfix_preempted = True
     if getattr(metadata, "need_flush_before_forward", False):

@@ -25,7 +25,7 @@ def library(setup: Setup) -> Iterator[Line]:
         package = setup.packages.get(name) or (setup.packages.get("nixl_rocm") if name == "nixl" else None)
         if package is None:
             if setup.vllm is None and setup.lmcache is None:
-                yield unchecked(f"neither {name} nor vLLM is installed here")
+                yield unchecked(f"{name}, vLLM and LMCache are not installed here")
             else:
                 what = f"a connector needs {name}, which is not installed for this Python"
                 yield problem(what, f"pip install {dist}")
@@ -59,7 +59,7 @@ def backends(setup: Setup) -> Iterator[Line]:
 
 @check("prefill-decode")
 def prefill_decode(setup: Setup) -> Iterator[Line]:
-    """enable_pd has all settings that LMCache requires, the roles agree, and the buffer holds a chunk."""
+    """enable_pd has all required settings, the roles agree, and the buffer holds a chunk and --max-model-len tokens."""
     connector = setup.v1
     if connector is None or not setup.on("enable_pd"):
         return

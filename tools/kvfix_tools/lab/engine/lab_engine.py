@@ -371,7 +371,7 @@ class LabEngine:
         self.connector.never_given_back()
 
     def expect_all_ended(self) -> bool:
-        """Check, after many steps with free blocks, that all requests have ended and the connector keeps no state."""
+        """Check that all requests have ended and the connector keeps no state. The caller makes steps first (`run`)."""
         # check each request, because a paused scheduler reports no unfinished requests
         if not all(request.is_finished() for request in self.requests.values()):
             self.request_events.never_end()

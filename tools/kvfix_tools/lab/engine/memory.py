@@ -32,7 +32,7 @@ class Prefix:
         self.contents: list[int] = []
 
     def of(self, tokens: Sequence[int]) -> list[int]:
-        """Return the contents of `tokens`, which begin with the tokens of earlier calls. Do not change the result."""
+        """Return contents of the longest `tokens` so far. Shorter ones are its prefixes. Do not change the result."""
         known = len(self._tokens)
         if known < len(tokens):
             new = list(tokens[known:])
@@ -67,7 +67,7 @@ class Slots:
         return len(self._blocks)
 
     def put_in(self, blocks: Sequence[Any]) -> None:
-        """Replace the blocks. Each new block has the interface of a list of ints (class Block)."""
+        """Replace the blocks. Each new block is a subclass of Block, and works like a list of ints."""
         self._blocks[:] = blocks
 
     def of_group(self, block_size: int) -> "Slots":
@@ -125,7 +125,7 @@ class Slots:
 
 
 class Block:
-    """Base class of blocks whose slots are not a list. Has the interface of a list of ints."""
+    """Base class of blocks whose slots are not a list. Each subclass adds __len__ and __setitem__, as in a list."""
 
     def __getitem__(self, place: Any) -> Any:
         raise NotImplementedError

@@ -231,7 +231,7 @@ class Pair(Engines):
         return [*counts, *generated, *(len(each.scheduler.requests) for each in self.engines)]
 
     def expect_all_ended(self) -> bool:
-        """Check, after many steps with free blocks, that all requests have ended and no state outlives the leases."""
+        """Check that all requests have ended and no state outlives the leases. The caller makes steps first (`run`)."""
         for engine in self.engines:
             if engine.scheduler.has_unfinished_requests():
                 engine.request_events.never_end()
