@@ -275,10 +275,12 @@ def test_only_files_of_kvfix_are_overwritten(run: Run, tmp_path: Path, option: s
         assert (code, printed) == (2, "")
         assert "is an input" in err
     assert log.read_bytes() == before
-    for _ in range(2):  # kvfix overwrites a file that kvfix has written
-        code, _, err = run(str(log), **{option: str(out)})
+    (tmp_path / "link to out").symlink_to(out)
+    for path in (out, out, tmp_path / "link to out"):  # kvfix overwrites a file that kvfix has written
+        code, _, err = run(str(log), **{option: str(path)})
         assert code == 1
-        assert f"wrote {out}" in err
+        assert f"wrote {path}" in err
+    assert (tmp_path / "link to out").is_symlink()
     out.write_text("# notes of mine\n")
     code, _, err = run(str(log), **{option: str(out)})
     assert code == 2

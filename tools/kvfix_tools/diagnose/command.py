@@ -167,16 +167,17 @@ def _write(log: Diagnosis, findings: list[LogFinding], options: Options) -> bool
 
 
 def _is_written(path: str, text: str) -> bool:
-    """Write the whole text, or leave the file at `path` unchanged. A pipe or a device may get a part of the text."""
-    whole = Path(path) if os.path.exists(path) and not os.path.isfile(path) else Path(f"{path}.part")
+    """Write all of the text, or leave the file at `path` unchanged. A link, pipe or device may get only a part."""
+    in_place = os.path.islink(path) or (os.path.exists(path) and not os.path.isfile(path))  # /dev/stdout is a link
+    whole = Path(path) if in_place else Path(f"{path}.part")
     try:
         whole.write_text(text, encoding="utf-8")
-        if whole != Path(path):
+        if not in_place:
             whole.replace(path)
     except OSError as error:
-        if whole != Path(path):
+        if not in_place:
             whole.unlink(missing_ok=True)
-        _say(f"{path}: {error.strerror or error}; nothing was written there")
+        _say(f"{path}: {error.strerror or error}; {'perhaps only a part' if in_place else 'nothing'} was written there")
         return False
     _say(f"wrote {path}")
     return True
