@@ -32,7 +32,6 @@ class Recording(NamedTuple):
 
     @property
     def process(self) -> tuple[str, str, int, int]:
-        """A key that identifies the recorded process."""
         head = self.head
         return str(head.get("node", "")), str(head.get("boot", "")), int(head["pid"]), int(head.get("began", 0))
 

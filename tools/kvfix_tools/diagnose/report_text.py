@@ -149,7 +149,6 @@ def print_summary(log: Diagnosis, findings: list[LogFinding], console: Console) 
 
 
 def _print_whole(console: Console, text: str) -> None:
-    """Print a text without wrapping."""
     console.print(text, soft_wrap=True, markup=False)
 
 

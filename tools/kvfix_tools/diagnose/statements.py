@@ -42,7 +42,6 @@ def sample(template: str, value: str = "7") -> str:
 
 @lru_cache(maxsize=1)
 def known() -> dict[str, list[Statement]]:
-    """Return all logging statements of each distribution."""
     return {
         dist: [Statement(row[0], row[1], row[2], row[3], _by_release(row[4])) for row in rows]
         for dist, rows in json.loads(FILE.read_text()).items()

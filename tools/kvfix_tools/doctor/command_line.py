@@ -27,8 +27,6 @@ _MODULES = {
 
 
 class Command(NamedTuple):
-    """A parsed command."""
-
     program: str = ""  # such as "vllm serve" or "lmcache server"; "" without a command
     model: str = ""  # "" if not given
     options: dict[str, str] = {}  # {long name without leading dashes: value}, with "" for a switch

@@ -45,7 +45,6 @@ def addresses(connector: Connector) -> list[Address]:
 
 
 def address(url: str) -> Address:
-    """Parse `scheme://host:port` or `host:port`."""
     scheme, _, rest = url.rpartition("://")
     found = re.fullmatch(r"\[?((?<=\[)[^\]]+|[^:/\[\]]*)\]?:(\d+)(/.*)?", rest.rpartition("@")[2])
     if found is None or scheme == "ipc":

@@ -187,7 +187,6 @@ class Setup:
 
     @property
     def ranks(self) -> int:
-        """The number of workers of one engine."""
         return self.parallel("tensor") * self.parallel("pipeline")
 
     @cached_property

@@ -295,7 +295,6 @@ class RealMP(MP):
         super().server_goes_on()
 
     def server_dies(self) -> None:
-        """Kill the server process."""
         super().server_stops()
         self.server.process.kill()
 

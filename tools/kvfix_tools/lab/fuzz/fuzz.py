@@ -138,7 +138,6 @@ def move(engine: LabEngine, step: DrawnStep) -> None:
 
 
 def open_sessions(engine: LabEngine) -> list[str]:
-    """Return the sessions that may get input."""
     queues = [(name, request, getattr(request, "streaming_queue", None)) for name, request in engine.requests.items()]
     return [name for name, request, queue in queues if not (queue is None or None in queue or request.is_finished())]
 

@@ -272,7 +272,6 @@ class Pair(Engines):
             self._to_send.append((self.network.now, name, self.prefill.connector.for_decode(name, None)))
 
     def ask_decode(self, name: str, prompt: list[int], max_tokens: int = 1) -> None:
-        """Send a request only to decode."""
         self._admit(self.decode, f"{name}-{2:08x}", prompt, max_tokens, None)
 
     def ask_again(self, name: str) -> None:
