@@ -51,7 +51,7 @@ def watched(pid: int, draws: int) -> tuple[int, str]:
     ) as process:  # fmt: skip
         os.close(its)
         text = b""
-        while text.count(b"a second") < draws:
+        while text.count(b"per second") < draws:
             text += os.read(ours, 65536)
         process.send_signal(signal.SIGINT)
         with suppress(OSError):  # raised when the process has ended
