@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from kvfix.ledger import liveness
 from kvfix.ledger.liveness import LOAD, LOOKUP, OUTSIDE, State, Waiting, can_move
 from kvfix.ledger.standstill import Look, verdicts
 from kvfix_tools.look import show
-from kvfix_tools.look.command import seconds_to_look
+from kvfix_tools.look.command import enough, seconds_to_look
 from kvfix_tools.look.show import waits_for
 from tests.conftest import NEWEST, Once
 from tests.engine_state import wedged
@@ -147,6 +148,13 @@ def test_a_hook_may_hold_up_what_the_queues_lack(locked_out: States) -> None:
     assert verdicts(looks(states, 1)) == []
     assert seconds_to_look(looks(states, 1)) > 1
     assert [each.code for each in verdicts(looks([states[0], {**states[1], "hook": ""}], 1))] == ["KVD202"]
+
+
+def test_a_first_look_inside_a_step(locked_out: States) -> None:
+    inside = {**locked_out[0], "in_step": True, "hook": "build_connector_meta"}
+    seen = iter([Look(0, [inside]), *(Look(at, locked_out[-1:]) for at in (1, 2))])
+    looker: Any = SimpleNamespace(look=lambda: next(seen))
+    assert [each.code for each in verdicts(enough(looker))] == ["KVD202"]
 
 
 def test_a_hook_that_began_after_the_first_look(once: Once) -> None:
