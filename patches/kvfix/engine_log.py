@@ -69,11 +69,20 @@ def _remember(kept: dict[str, Any], name: str, value: Any, most: int) -> None:
 
 
 def fault(where: str, error: BaseException) -> None:
-    """Log that code of kvfix has raised an exception at `where`. Log each type of exception once."""
+    """Log that code of kvfix has raised an exception at `where`. Log each type of exception once for each place."""
     kind = f"a fault of kvfix itself in {where}: {type(error).__name__}"
     session.faults[kind] = session.faults.get(kind, 0) + 1
     if session.faults[kind] == 1:  # `_admitted` is not enough, because the text of the error may differ each time
-        warning(f"{kind}: {error}. The engine continues. Please report this error; KVFIX=off switches kvfix off.")
+        warning(
+            f"{kind}: {_text(error)}. The engine continues. Please report this error; KVFIX=off switches kvfix off."
+        )
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001  an exception of another library may fail to make its text
+        return "the text of the error cannot be read"
 
 
 def guarded(where: str, function: Callable[..., Any], *args: Any) -> Any:

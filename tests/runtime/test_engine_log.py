@@ -74,6 +74,19 @@ def test_ids_of_clients_are_not_kept_whole(memory: Callable[[], int]) -> None:
     assert not _prefills.has_another(connector, ("p", "unknown"))
 
 
+class Unreadable(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+def test_an_error_whose_text_cannot_be_read(faults: dict[str, int]) -> None:
+    def fail() -> None:
+        raise Unreadable
+
+    assert engine_log.guarded("here", fail) is None
+    assert list(faults) == ["a fault of kvfix itself in here: Unreadable"]
+
+
 def test_a_forked_child_has_a_free_lock() -> None:
     """During the fork another thread of the parent holds the lock. The child does not have this thread."""
     with ThreadPoolExecutor(1) as pool:
