@@ -288,8 +288,8 @@ def verify(
 ) -> int:
     """Check that a running server gives the same answers with and without KV from the connector.
 
-    Exit 0: the answers are the same. 1: answers differ. 2: the server cannot be reached, or it refuses requests. 77:
-    the check could not decide, and the output says why.
+    Exit 0: the answers are the same. 1: answers differ. 2: the server cannot be reached, refuses a request, or ends in
+    the middle of an answer. 77: the check could not decide, and the output says why.
     """
     if find_spec("httpx") is None or find_spec("prometheus_client") is None:
         return screen.error("kvfix verify needs httpx and prometheus_client: pip install httpx prometheus_client", 77)

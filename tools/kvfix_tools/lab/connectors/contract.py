@@ -46,7 +46,7 @@ class Contract:
         self._owner.events.violated(rules.WRONG_KIND, name, f"{hook} answers {answer!r:.80}; expected: {wanted}")
 
     def get_num_new_matched_tokens(self, request: Any, computed: int) -> Any:
-        """Call the hook twice, because vLLM may do so. The hook must have no side effects (base.py:15)."""
+        """Call the hook twice, because vLLM may do so. The hook must have no side effects (base.py:9-11)."""
         name, first = request.request_id, self._ask(request, computed)
         answer = self._ask(request, computed)
         right = isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], bool)
@@ -68,7 +68,7 @@ class Contract:
         return self._grant(request, blocks, external)
 
     def build_connector_meta(self, output: Any) -> Any:
-        """Check that the hook does not change the scheduler's output (base.py:606)."""
+        """Check that the hook does not change the scheduler's output (base.py:585)."""
         before = {name: repr(value) for name, value in vars(output).items()}
         metadata = self._build(output)
         self._owner.output = output
@@ -98,7 +98,7 @@ class Contract:
         return request_finished
 
     def reported(self, report: Any) -> None:
-        """Check that reported transfers were in flight (base.py:395-398). If not, vLLM raises or frees used blocks."""
+        """Check that reported transfers were in flight (base.py:395-396). If not, vLLM raises or frees used blocks."""
         owner = self._owner
         sent, received = (report.finished_sending, owner.sending), (report.finished_recving, owner.loading())
         for kind, (names, known) in {"sent": sent, "received": received}.items():
