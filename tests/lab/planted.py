@@ -43,7 +43,7 @@ FAULTS: dict[tuple[str, str], Fault] = {}
 def fault(
     *shows: str, on: tuple[str, ...] = ("v1", "mp"), at: str = "", schedule: Plant | None = None, **options: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a fault for the setups `on`. options: {setup (with "_" for "-") or "every": changed options}.
+    """Register a fault for the setups `on`. options: changed options of setups, as `mp_real={...}` or `every={...}`.
 
     at: path from the engine to the replaced method (`*`: each list item). The fault gets engine, method and arguments.
     """
@@ -146,7 +146,7 @@ def counted(name: str, least: int, most: float = inf) -> Plant:
     return check
 
 
-#: Requests compute, store, are preempted, load when resumed, and hit both caches. Without a bug there is no finding.
+#: Requests compute, store, are preempted, load when they resume, and hit both vLLM's prefix cache and LMCache.
 V1 = steps(
     do.store("first", prompt(300), max_tokens=3),
     [do.admit("again", prompt(300), max_tokens=20), do.admit("other", prompt(200, seed=1), max_tokens=20)],
@@ -158,7 +158,7 @@ MP = steps(
     until(lambda engine: engine.requests["b"] in engine.scheduler.running),
     [do.preempt("b"), do.run(), do.serve("c", prompt(200), max_tokens=4), do.settle()],
 )
-#: Requests hit LMCache, then both connectors, then a prompt that only SimpleCPUOffloadConnector still has.
+#: The first hit is in LMCache, the second in both connectors, and the third only in SimpleCPUOffloadConnector.
 V1_AND_SIMPLE = steps(
     [do.stored_elsewhere(prompt(100)), do.store("of lmcache", prompt(100), 5), do.serve("of both", prompt(100), 5)],
     [do.store("stored", prompt(150, seed=1), 5), do.evict(100), do.serve("of the other", prompt(150, seed=1), 5)],
@@ -209,7 +209,7 @@ OF_RANKS = steps(
     do.run(),
 )
 _FORGET = do.run(), do.step(5), [do.on(engine, "reset_prefix_cache") for engine in ("prefill", "decode")]
-#: Decode loads a prompt from prefill, then from its second connector, and then when both have the prompt.
+#: Decode loads a prompt three times: from prefill, from decode's second connector, and when both have the prompt.
 OF_MULTI = steps(
     [do.ask("a", prompt(100), 5), _FORGET],
     [do.ask_decode("b", prompt(100), 5), _FORGET],  # the second connector has this prompt

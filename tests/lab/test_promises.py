@@ -116,7 +116,7 @@ LOADS = "WAITING_FOR_REMOTE_KVS"
     [
         # for "1_r-00000003", vLLM's own cache has three blocks
         ("NixlConnector", [LOADS, "RUNNING", "RUNNING", LOADS], {"r-00000002": 64, "1_r-00000003": 16}),
-        # prefill finds blocks by the id of the decode request, so "1_r-00000003" has its own prefill request
+        # in push mode, prefill also compares the decode ids without their random ends: "1_r" is not "r", so it loads
         ("NixlPushConnector", [LOADS, "RUNNING", LOADS, LOADS], {"r-00000002": 64}),
     ],
 )

@@ -49,7 +49,7 @@ def outcomes(real: bool) -> dict[str, Any]:
         done[name] = answer if isinstance(answer, (str, bool, dict)) else "done"
         return answer
 
-    attempt("a list of one that is not known", lambda: here.prep_xfer_dlist(there.name, places(memories[1])))
+    attempt("a list for an agent that is not known", lambda: here.prep_xfer_dlist(there.name, places(memories[1])))
     assert here.add_remote_agent(there.get_agent_metadata()) == there.name
     own = here.prep_xfer_dlist("NIXL_INIT_AGENT", here.get_xfer_descs(places(memories[0]), "DRAM"))
     others = here.prep_xfer_dlist(there.name, here.get_xfer_descs(places(memories[1]), "DRAM"))
@@ -89,7 +89,7 @@ def outcomes(real: bool) -> dict[str, Any]:
     attempt("it begins", lambda: here.transfer(in_flight))
     there.close()
     network.tick()
-    attempt("it lets go", lambda: there.remove_remote_agent(here.name))
+    attempt("the closed peer removes this agent", lambda: there.remove_remote_agent(here.name))
     attempt("the peer is gone: in flight", lambda: here.check_xfer_state(in_flight))
     attempt("not begun", lambda: here.transfer(not_begun))
     attempt("made now", lambda: make("READ", [2], [2]))
@@ -100,7 +100,7 @@ def outcomes(real: bool) -> dict[str, Any]:
     attempt("the lists", lambda: here.release_dlist_handle(others))
     attempt("the peer", lambda: here.remove_remote_agent(there.name))
     attempt("known no more", lambda: here.check_remote_metadata(there.name))
-    done["unaware"] = network.counts["nixl_unaware"]
+    done["unaware"] = network.counts["nixl_unaware"]  # calls that NIXL accepted after the peer had ended
     # the failed transfer may have written a part of the blocks
     done["of one that failed"] = int(memories[0][0, 0]) in (GARBAGE, 5000, 5000 + 3 * 64)
     return done
@@ -158,7 +158,7 @@ def test_faults_of_a_transfer_are_found(connector: str, once: Once) -> None:
 
 
 def compared(connector: str, fixes: bool, fault: bool = False) -> dict[str, Any]:
-    """Compare NIXL with the lab's model. fault: let NIXL move other blocks than the model moves."""
+    """Compare NIXL with the lab's model. fault: reverse the list of local blocks, so that NIXL pairs wrong blocks."""
     prepare = late.nixl_real.RealAgent.prepare
 
     def elsewhere(agent: Any, handle: int, operation: str, *lists: Any) -> None:

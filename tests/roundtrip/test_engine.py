@@ -15,7 +15,7 @@ from tests.fork_server import FORK_WORKERS, Forked
 from tests.roundtrip.test_command import output_of
 
 TOKENS = {"cold": [[1, 2], [3, 4]], "changed": [[1, 3], [4, 4]], "others": [[5, 5]], "warm": [[1, 2], [3, 4]]}
-COUNTS = {"hits": 0, "loaded": 0, "failed": 0, "asked": 600}
+COUNTS = {"hits": 0, "loaded": 0, "failed": 0, "asked": 600}  # three prompts of 200 tokens
 PLAIN: dict[str, Any] = {name: {"tokens": tokens, **COUNTS} for name, tokens in TOKENS.items()}
 GRANTED = SimpleNamespace(can_load=True, lmcache_cached_tokens=192, vllm_cached_tokens=32)
 REMOTE = SimpleNamespace(start=64, end=192, skip_first_n_tokens=8)
@@ -44,7 +44,7 @@ REMOTE = SimpleNamespace(start=64, end=192, skip_first_n_tokens=8)
 )
 def test_judgement(changes: dict[str, Any], text: str) -> None:
     plain = changes.get("plain", PLAIN)
-    right = {**plain, "warm": {**plain["warm"], "hits": 576, "loaded": 576}}
+    right = {**plain, "warm": {**plain["warm"], "hits": 576, "loaded": 576}}  # 3 * 192: whole chunks of 64
     ran = {name: {**each, **changes.get(name, {})} for name, each in right.items()}
     assert str(engine.judge(plain, {**ran, "violations": changes.get("violations", [])})).startswith(text)
 
@@ -92,7 +92,7 @@ def test_the_error_that_came_first_is_reported() -> None:
 @pytest.mark.timeout(900)
 class TestOnRealEngines:
     def test_as_released(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """LMCache issue 4463: nothing is logged, but the answers differ. Releases from 0.5.6 on refuse the layout."""
+        """LMCache issue 4463: answers differ without a log line. LMCache 0.5.6 refuses vLLM's layout for the CPU."""
         monkeypatch.setattr(real_engine, "run", functools.partial(real_engine.run, popen=Forked))
         monkeypatch.setenv(FORK_WORKERS, "")
         monkeypatch.setenv("PYTHONPATH", str(release("0.5.5")) + os.pathsep + os.environ.get("PYTHONPATH", ""))

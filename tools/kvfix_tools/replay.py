@@ -3,6 +3,7 @@
 Each process has its own ledger. With several processes, kvfix also compares the loads of each rank with the scheduler's
 loads. If the scheduler and a rank have recorded a load, only the scheduler's ledger checks the load. Only this ledger
 checks the ends of leases. A lease is the time for which one engine keeps blocks for another (peer_recordings.py).
+With a router's log (`router`), a finding about several engines names the lines of this log that have the request's id.
 """
 
 import json as jsonlib

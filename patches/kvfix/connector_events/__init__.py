@@ -1,8 +1,7 @@
 """Turn the hook calls of a connector into events of `kvfix.ledger`, which checks token counts.
 
 The flight recorder keeps the events. In modes `check` and `strict`, kvfix also checks each event by the ledger's rules.
-In mode `fix`, kvfix does not import this package. After an error in the package, the engine continues, and kvfix logs
-the error once.
+In mode `fix`, kvfix does not import this package. If the package raises, kvfix logs this once and the engine continues.
 
 kvfix wraps functions of the scheduler, and the hooks of every connector class that `get_connector_class` of vLLM's
 factory returns. A wrapper of `create_connector` would miss the connectors inside a MultiConnector

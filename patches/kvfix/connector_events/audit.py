@@ -8,7 +8,7 @@ Scheduler and worker choose requests by a hash of the request id. So both choose
 - Before this store, the worker compares each chunk in the cache with the KV that vLLM has computed. kvfix reads vLLM's
   tensors without LMCache's code, because a bug in that code (KVF020) would affect both sides of the comparison.
 
-The audit copies no chunk from the cache into vLLM's blocks, so the audit cannot find a bug in LMCache's copy.
+The audit copies no chunk from the cache into vLLM's blocks, so the audit cannot find bugs in LMCache's code for loads.
 """
 
 import re
@@ -27,7 +27,7 @@ _HELD = "_kvfix_audit"
 _OTHER_WAYS = ("use_layerwise", "enable_blending", "enable_async_loading", "enable_pd")
 #: The values of vLLM's `cache_dtype` with which the KV cache is not quantized.
 _EXACT = ("auto", "half", "float16", "bfloat16", "float", "float32")
-#: Used as the error if a difference is not finite: the cache has NaN, or vLLM's KV is zero and the cached KV is not.
+#: `Difference.error` in place of NaN or infinity: the cache has NaN, or vLLM's KV is zero and the cached KV is not.
 _NO_NUMBER = 1e9
 
 
@@ -129,12 +129,12 @@ def largest(off: Any, of: Any, limits: Sequence[float]) -> Difference:
 
 
 def limits(names: Sequence[str], dtype: Any) -> list[float]:
-    """Return for each layer the largest difference that rounding explains: 8 * eps * sqrt(layer + 1).
+    """Return for each layer the largest relative difference that rounding explains: 8 * eps * sqrt(layer + 1).
 
     One rounding causes an error of at most eps / 2. A layer rounds about eight times: norm, QKV, rotary embedding,
     attention, projection, twice in the MLP, residual. The squares of independent errors add up. So the KV of a layer
     has an error of eps / 2 * sqrt(8 * (layer + 1)). Two computations of the KV differ by sqrt(2) times this error. The
-    limit is four times this difference, because weights amplify errors. The KV of wrong tokens differs by about 1.
+    limit is four times this difference, because weights amplify errors. Unrelated KV of equal norm differs by sqrt(2).
     """
     import torch
 

@@ -53,7 +53,7 @@ def collect(
     """Return the state of this process.
 
     full: include the numbers and hashes of each request's blocks, so that `kvfix lab` can rebuild the request.
-    scheduler, workers: the scheduler and the workers' connectors. By default, `collect` searches for them.
+    scheduler: vLLM's scheduler. workers: the connectors of the workers. By default, `collect` searches for them.
     calls: the main thread's stack, if another thread calls `collect`. By default, `collect` reads its own stack.
     """
     began = time.perf_counter()

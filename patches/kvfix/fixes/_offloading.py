@@ -110,8 +110,7 @@ def all_loads_fail(connector: Any, answer: Any, *_: Any, **__: Any) -> Any:
 def reports_failed_loads(side: str, requests: str) -> Fixing:
     """Return a fix that reports failed loads by request, in `get_transfer_results` of vLLM's base class.
 
-    side: name of the connector's attribute that holds the worker. requests: name of the worker's attribute that holds
-    the failed requests.
+    side: the connector's attribute that holds the worker. requests: the worker's attribute that holds failed requests.
     """
 
     @fix_after(

@@ -1,8 +1,8 @@
 """The rules that the ledger checks. `kvfix explain` prints the docstring of a rule.
 
 A rule compares an event with the history of its request, and returns None if the event is valid. Otherwise, the rule
-returns ("violated", message, earlier event that the event contradicts, or None). If events or counts are missing, the
-rule returns "unknown" in place of "violated".
+returns ("violated", message, earlier). `earlier` is the earlier event that the event contradicts, or None. If events or
+counts are missing, the rule returns "unknown" in place of "violated".
 """
 
 from __future__ import annotations
@@ -124,7 +124,11 @@ def grant_differs(history: History, event: ev.Granted) -> Outcome:
 
 @rule("KVR004", "load-differs-from-grant", ev.LoadDue)
 def load_differs(history: History, event: ev.LoadDue) -> Outcome:
-    """A load covers the hit tokens that vLLM takes ("granted"). A load may also cover the last token of a full hit."""
+    """A load covers the hit tokens that vLLM takes ("granted"). A load may also cover the last token of a full hit.
+
+    The rule also accepts an earlier start, and an end one token later. If the connector's metadata list whole blocks,
+    the rule accepts any end that is less than one block later.
+    """
     if history.granted is None or history.asked is None:
         if history.recorded_from_start:
             return violated(f"tokens {event.start} to {event.end} are to be loaded, but none were granted")
@@ -148,7 +152,7 @@ def computed_differs(history: History, event: ev.Scheduled) -> Outcome:
 
     The rule allows these differences (vllm/v1/core/sched/scheduler.py 0.32.0):
 
-    - up to one block more if 0 tokens are granted, because vLLM reports only whole blocks to the connector (971-1027)
+    - more tokens, without a limit, if 0 are granted, because vLLM reports only whole blocks to the connector (971-1027)
     - one token less after a load between steps, if the load covers all tokens of the request
     - up to one window less with prefix replay (1053-1124, 3159-3170)
     - fewer tokens if 0 are granted and the KV groups' hits differ, because vLLM keeps the smallest hit (1029-1038)
@@ -182,7 +186,7 @@ def load_without_start(history: History, event: ev.Scheduled) -> Outcome:
 def store_leaves_hole(history: History, event: ev.Stored) -> Outcome:
     """A store leaves no hole after the cached tokens, because a hit is a prefix: no hit contains tokens after a hole.
 
-    In LMCache issue 4508, each poll counts the hit again as stored. LMCache never stores tokens [hit, polls * hit).
+    In LMCache issue 4508, n lookups add the hit n times to the stored count. So tokens [hit, n * hit) are never stored.
     """
     covered = max(event.covered, history.stored_to or 0)
     if event.start <= covered:
@@ -269,7 +273,7 @@ def cache_differs_from_computed(history: History, event: ev.Compared) -> Outcome
 
 @rule("KVR015", "lease-ended-twice", ev.LeaseEnded)
 def lease_ended_twice(history: History, event: ev.LeaseEnded) -> Outcome:
-    """The connector reports a request as sent at most once, and only if vLLM keeps the request's blocks for a peer.
+    """The connector reports a sent request at most once, and only if vLLM keeps the request's blocks for a peer.
 
     When vLLM gets the report, vLLM frees the blocks and forgets the request. A second report ends EngineCore, because
     vLLM asserts that it knows the request (vllm/v1/core/sched/scheduler.py 0.32.0:3234).

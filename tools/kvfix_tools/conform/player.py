@@ -23,8 +23,7 @@ from kvfix_tools.lab.steps import Step
 #: Fuzzer steps that kvfix drops for a connector without a stand-in (`scenarios.Side`), because these steps need LMCache
 #: or a way to make loads fail.
 _NOT_OF_ANY = {"lose_loads", "evict", "timeout"}
-#: Fuzzer features that are off for a connector without a stand-in. A connector with SupportsHMA gets several KV groups
-#: only in scenarios.
+#: Fuzzer features that are off for a connector without a stand-in. Only scenarios test several KV groups (SupportsHMA).
 _NOT_DRAWN = {"ranks", "windows", "offloading", "roles", "stops"}
 #: Fuzzer features that are off for a MultiConnector, which the lab plays with one rank and one KV group.
 _NOT_DRAWN_OF_MULTI = {"ranks", "windows", "states", "offloading"}

@@ -34,8 +34,7 @@ _VLLM = re.compile(
 _CLOCK = re.compile(rb"(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) +(?:(\d{4})-)?(\d\d-\d\d \d\d:\d\d:\d\d)")
 _PROCESS = re.compile(rb"\((\w+)(?: rank=(\d+))?[^()\n]{0,40}? ?pid=(\d+)(?:, ip=[\w.:]{1,40})?\)")
 _RANK = re.compile(rb"\[((?:rank|default)\d{1,5})\]: ?")
-#: Find levels of Python's default log format, uvicorn, glog (Mooncake, NIXL) and UCX, and errors of argparse, Docker
-#: and Helm.
+#: Find levels of Python's default format, uvicorn, glog (Mooncake, NIXL), UCX, and errors of argparse, Docker, Helm.
 _OTHER = re.compile(
     rb"(?:^|[\s\]\[|])(?:(?P<level>WARNING|WARN|ERROR|CRITICAL|FATAL)\b[\s:\]-]"
     rb"|(?P<glog>[WEF])(?:\d{4}){1,2} \d\d:\d\d:\d\d(?!\S* +\d+ \S+\.go:)"

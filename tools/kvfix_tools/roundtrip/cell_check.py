@@ -1,4 +1,4 @@
-"""Check one cell, which is one test case: compare each copy of KV with its layout's definition (docs/roundtrip.md)."""
+"""Check one cell (one test case): compare all bytes after each copy with the expected bytes (docs/roundtrip.md)."""
 
 import time
 from collections.abc import Callable

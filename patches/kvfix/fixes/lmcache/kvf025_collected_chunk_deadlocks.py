@@ -5,8 +5,7 @@ or `wrapper (lmcache/utils.py)`, which waits for a lock. An outer function in th
 
 Cause: `TensorMemoryObj.__del__` frees a chunk that was never released. `__del__` takes non-reentrant locks of
 `AddressManager` and of all statistics (0.5.6 utils.py:714-731). If an exception leaves a chunk in a reference cycle,
-the garbage collector calls `__del__` at any time, even while `allocate` or `PrometheusLogger.GetOrCreate` holds one of
-the locks.
+the garbage collector may call `__del__` while `allocate` or `PrometheusLogger.GetOrCreate` holds one of the locks.
 
 Fix: With the fix, `__del__` only lists the chunk. The next `ref_count_down` of any chunk frees the listed chunks.
 - Upstream: https://github.com/LMCache/LMCache/pull/4675 is open, for the lock of the statistics;

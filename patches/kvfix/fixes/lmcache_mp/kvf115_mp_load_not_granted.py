@@ -5,7 +5,7 @@ Symptom: EngineCore dies with a bare `AssertionError` at `assert RequestStatus.i
 MultiConnector that has chosen another connector.
 
 Cause: `update_state_after_alloc` starts a load if LMCache's hit is longer than vLLM's hit (lmcache_mp_connector.py
-0.5.4:850), even if vLLM takes 0 tokens of LMCache's hit (`num_external_tokens`).
+0.5.4:868), even if vLLM takes 0 tokens of LMCache's hit (`num_external_tokens`).
 
 Fix: If vLLM takes 0 tokens, the fix sets vLLM's own hit to at least LMCache's hit while `update_state_after_alloc`
 runs. The function then frees all locks and starts no load.

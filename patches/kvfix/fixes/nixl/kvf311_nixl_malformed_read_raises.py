@@ -1,7 +1,7 @@
-"""The decode worker dies: NixlConnector raises while it prepares a read from malformed parameters of a request.
+"""The decode worker dies: a request has malformed parameters, and NixlConnector raises before it reads remote blocks.
 
-Symptom: The worker of the decode engine dies with `AssertionError`, `TypeError` or `ValueError` in `start_load_kv`,
-inside `_read_blocks_for_req`. Or the request waits for its load for ever if the handshake with the peer fails.
+Symptom: The worker of the decode engine dies with `AssertionError`, `TypeError`, `ValueError` or `IndexError` in
+`start_load_kv`, inside `_read_blocks_for_req`. Or the handshake with the peer fails and the request waits for ever.
 
 Cause: NixlConnector uses the remote blocks in the request's parameters without a check (pull_worker.py 0.32.0:174). If
 block ids are not numbers, `_compute_desc_ids` raises. vLLM catches only exceptions of NIXL (:560). NixlConnector logs a

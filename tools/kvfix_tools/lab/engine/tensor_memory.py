@@ -21,8 +21,7 @@ _BYTES = 8
 class TensorMemory:
     """The tensors of one rank. kv_caches: {layer: [blocks, heads, slots, elements]}, as a connector gets them.
 
-    The lab's model computes only the first layer, after `begin`. For each later layer, `go_on` repeats the model's
-    reads and writes.
+    The lab's model computes only the first layer, after `begin`. `go_on` repeats the reads and writes in later layers.
     """
 
     def __init__(self, config: KVCacheConfig) -> None:

@@ -215,8 +215,7 @@ class PairEngine(LabEngine):
 
 
 #: Both engines share vLLM's classes and therefore kvfix's wrappers, so each wrapper checks which engine is running.
-#: _RUNNING: name of the running engine, or "". _FIXED: name of the engine with fixes, or "". asyncio tasks inherit both
-#: variables.
+#: _RUNNING: name of the running engine or "". _FIXED: name of the engine with fixes or "". asyncio tasks inherit both.
 _RUNNING = ContextVar("_RUNNING", default="")
 _FIXED = ContextVar("_FIXED", default="")
 

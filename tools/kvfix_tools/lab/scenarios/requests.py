@@ -186,8 +186,7 @@ SCENARIOS = {
     ),
     "loads-preempted-in-turn": scenario(
         # With asynchronous scheduling, the router lets a kv_producer generate two tokens. The prompts end with a full
-        # block. While one request loads again, the load of the other request ends. Each preemption drops the generated
-        # tokens.
+        # block. While one request loads again, the other request's load ends. A preemption drops the generated tokens.
         [do.ask("a", prompt(64)), do.ask("b", prompt(64, seed=1))],
         do.run(),  # the OffloadingConnector has both prompts
         [do.ask("r", prompt(64), prefill_tokens=2), do.step(3), do.ask("other", prompt(64, seed=1), prefill_tokens=2)],

@@ -14,11 +14,11 @@ from kvfix_tools.roundtrip.matrix import Axes
 class Backend(NamedTuple):
     name: str
     summary: str
-    open: Callable[[CellCheck], Transfer]  # returns the transfer of one cell, or raises Refused
+    open: Callable[[CellCheck], Transfer]  # returns the Transfer of one cell (one test case), or raises Refused
     missing: Callable[[torch.device], str | None] = lambda device: None  # why the backend cannot be used here, or None
     group: str = ""  # a name for several backends
     axes: Axes = {}  # {axis: values to test by default}
-    whole: Callable[[torch.device, Result], Result] | None = None  # runs the check of a backend without cells
+    whole: Callable[[torch.device, Result], Result] | None = None  # checks a complete engine instead of cells
 
 
 def all_backends() -> dict[str, Backend]:
