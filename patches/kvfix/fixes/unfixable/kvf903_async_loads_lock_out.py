@@ -15,7 +15,8 @@ requests at once (`--max-num-seqs`), use more blocks, or switch asynchronous loa
 vLLM 0.32.0 can still hang with a streaming session (KVF219), with sliding windows (KVF210), or with priorities if
 `scheduler_reserve_full_isl` is off (KVF208). KVF210 is a default fix. Add the other two fixes:
 `kvfix run --plus KVF208 --plus KVF219 -- CMD`.
-- Releases: vLLM before 0.32 (code of 0.27 to 0.31 not read). Users have reported the bug. kvfix's lab does not show it.
+- Releases: vLLM up to 0.26.0, and perhaps up to 0.31 (code not read). Users have reported the bug. The lab does not
+  show it.
 - Upstream: https://github.com/vllm-project/vllm/issues/45388, https://github.com/vllm-project/vllm/pull/44560,
   https://github.com/vllm-project/vllm/pull/57104, https://github.com/vllm-project/vllm/pull/57841
 """
