@@ -25,14 +25,15 @@ from kvfix.fixes.api import Any, Fix, fix_before, multi_process, note, stubs
     on_fault=_closed.store_nothing_more,
 )
 def fix(connector: Any, scheduler_output: Any) -> None:
-    began = [(new.req_id, new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs]
+    trackers = connector.request_trackers
+    for new in scheduler_output.scheduled_new_reqs:
+        if new.req_id in trackers and any(_mp.hits(connector, trackers[new.req_id])):
+            _count_from(connector, trackers[new.req_id], new.num_computed_tokens)
     cached = scheduler_output.scheduled_cached_reqs
     if cached.resumed_req_ids:
-        found = zip(cached.req_ids, cached.num_computed_tokens, strict=False)
-        began += [(name, computed) for name, computed in found if name in cached.resumed_req_ids]
-    for name, computed in began:
-        if name in connector.request_trackers:
-            _count_from(connector, connector.request_trackers[name], computed)
+        for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=False):
+            if name in cached.resumed_req_ids and name in trackers:
+                _count_from(connector, trackers[name], computed)
 
 
 def _count_from(connector: Any, tracker: Any, computed: int) -> None:
