@@ -12,6 +12,7 @@ import datetime
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -108,6 +109,8 @@ def play(python: Path, releases: list[str]) -> Iterator[tuple[str, dict[str, Any
         assert process.stdout is not None
         for release in releases:
             line = process.stdout.readline()
+            if not line and process.wait() == -signal.SIGINT:
+                return  # Ctrl-C: these releases are not played, so they get no row
             yield release, json.loads(line) if line else {"why": "the process of this vLLM ended"}
 
 
