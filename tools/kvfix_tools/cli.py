@@ -192,8 +192,7 @@ def attach(
 ) -> None:
     """Apply the fixes to a running engine, between two of its steps.
 
-    Exit 0: all processes have the fixes. 1: a process or a fix failed, and the output says why. 77: kvfix cannot trace
-    a process.
+    Exit 0: all processes have the fixes. 1: a failure, and the output says why. 77: kvfix cannot trace a process.
     """
     from kvfix_tools.look import attach
 

@@ -264,7 +264,7 @@ def folder() -> Iterator[tuple[str, int]]:
 
 
 def write_file(folder: tuple[str, int], name: str, content: bytes) -> str:
-    """Write the file under a temporary name and rename it. So nobody reads an incomplete file. Return the path."""
+    """Write the file under a temporary name and rename it. Readers never see an incomplete file. Return the path."""
     path, descriptor = folder
     part = f"{name}.{os.getpid()}.{next(_numbers)}.part"  # two threads may write the same file
     handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=descriptor)

@@ -35,7 +35,7 @@ class LogFinding:
         self.severity = Severity.NOTE if answer.note else rule.severity
         #: Number of lines that the diagnosis had read when the problem began.
         self.began = math.inf
-        #: True if another program may have logged the line. Such a finding becomes a note if the log has no engine.
+        #: True if another program may have logged the line. The finding becomes a note if the log has no engine.
         self.is_foreign = False
         #: The finding that is the cause of this finding, or None.
         self.follows: LogFinding | None = None

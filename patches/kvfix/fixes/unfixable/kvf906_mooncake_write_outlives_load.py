@@ -8,7 +8,7 @@ VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT plus 60 s later, decode frees the blocks (mo
 prefill engine's own timeout starts only when the prefill engine takes the message (:1587).
 
 The prefill engine takes the message late if its process hangs, or if all of its 2 * num_workers tasks wait for prefills
-(:1456). The prefill engine then writes after the decode engine has given up the load, into blocks of another request.
+(:1456). The prefill engine then writes after the decode engine has dropped the load, into blocks of another request.
 The message carries no deadline, so a fix needs changes in both engines.
 
 Workaround: Set VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT to a larger number of seconds on the decode engine than on the

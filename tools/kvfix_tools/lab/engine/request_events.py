@@ -108,7 +108,7 @@ class RequestEvents:
         self._by_priority = options.policy == "priority"
         #: {request: number of external tokens that the connector last promised}
         self._promised: dict[str, int] = {}
-        #: Requests that were open while the server was stopped. Such a request stores nothing; its read locks time out.
+        #: Requests that were open while the server was stopped. The requests store nothing; their read locks time out.
         self.met_silence: set[str] = set()
         self._ledger = Ledger()
         self._ended: set[str] = set()
