@@ -27,7 +27,7 @@ class FolderConnector(KVConnectorBase_V1):
         self.requests, self.stored, self.loads = {}, {}, {}  # used in the scheduler's role
         self.received, self.failed = set(), set()  # used in the worker's role
 
-    def files(self, request):  # vLLM's hash of a block covers all tokens before it, the adapter and the salt
+    def files(self, request):  # vLLM's hash of a block covers the adapter, the salt and all tokens up to its end
         return [str(self.folder / block_hash.hex()) for block_hash in request.block_hashes]
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
@@ -39,7 +39,7 @@ class FolderConnector(KVConnectorBase_V1):
 
     def update_state_after_alloc(self, request, blocks, num_external_tokens):
         self.requests[request.request_id] = request
-        if num_external_tokens:  # load into the last blocks: a load between steps gets no blocks behind them
+        if num_external_tokens:  # load into the last blocks, because vLLM has allocated no blocks after them
             pairs = list(zip(self.files(request), blocks.get_block_ids()[0], strict=False))
             self.loads[request.request_id] = pairs[len(pairs) - num_external_tokens // self.size :]
 

@@ -1,4 +1,4 @@
-"""Import these modules of the lab only at their first use, in a fork. They need vLLM, which pytest does not import."""
+"""Import modules of the lab when a test first uses them, in a forked process, because these modules import vLLM."""
 
 from importlib import import_module
 from typing import Any

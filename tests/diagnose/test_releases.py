@@ -61,7 +61,7 @@ def test_other_files_and_lines_say_nothing() -> None:
 
 @pytest.mark.parametrize("place", sorted(grammar.TABLES.files))
 def test_files_of_tracebacks_are_of_these_releases(place: str) -> None:
-    """Only releases in a file's range (TABLES.files) have code in it. Files of up to 20 lines only re-export names."""
+    """TABLES.files names the releases in which a file has code. Files of up to 20 lines only re-export names."""
     for release, packages in vllm_releases().items():
         path = packages / place
         files = [path] if path.suffix else [*path.rglob("*.py")] if path.is_dir() else []

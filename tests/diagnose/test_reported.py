@@ -62,7 +62,7 @@ def test_a_bare_line_is_explained_or_noticed(case: dict[str, str]) -> None:
 
 
 def test_a_line_far_above_a_traceback_heads_nothing() -> None:
-    """The error line has its own finding if the exception is far below, or if no record explains the exception."""
+    """The diagnosis names the error line if the exception is far below this line, or if no finding explains it."""
     line = LMCACHE.format(level="ERROR", text="Cannot store keys due to exception")
     frames = [("lmcache/v1/multiprocess/modules/lmcache_driven_transfer.py", "retrieve", "self.context(instance)")]
     for apart, text in (("", "nobody knows this"), ("x\n" * 200, "No GPU context registered for 7")):

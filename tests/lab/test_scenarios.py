@@ -66,7 +66,7 @@ def test_as_released(slug: str, release: str, once: Once) -> None:
 def test_with_fixes(slug: str, release: str, once: Once) -> None:
     each = played(once, release)[slug, True]
     if not find(slug).fixes:
-        # The bug has no fix, so the outcome is as expected, unless the schedule without fixes also shows another bug.
+        # The bug has no fix. So fixes change the outcome only if the schedule without fixes also shows another bug.
         assert each["outcome"] == each["expected"] or played(once, release)[slug, False]["also"], each
         return
     assert each["outcome"] in ("clean", "not-applicable"), each
@@ -83,14 +83,14 @@ def test_a_fix_acts_in_the_scenarios_of_its_bug(once: Once) -> None:
     assert len({code for counts in found.values() for code in counts}) > 60
 
 
-#: {scenario that is visible at hooks, but not with the releases in PLAYED: reason}
+#: {scenario whose bug kvfix sees in hook calls, but with no release in PLAYED: reason}
 NOT_HERE = {
     "resume-is-not-known": "0.3.9 has it, which `make matrix` plays",
     "mp-abort-while-prefetching-in-tree": "the client of 0.4.6 keeps nothing of a lookup that was not answered",
 }
 VISIBLE = [scenario for scenario in scenarios() if not scenario.not_in_hooks]
 VLLM = releases.versions()["vllm"]
-#: (scenario, release) for each release in which the bug of the scenario is visible at hooks.
+#: (scenario, release) for each release in which kvfix sees the bug of the scenario in hook calls.
 SHOWN = [
     (scenario, release)
     for scenario in VISIBLE

@@ -55,7 +55,7 @@ def effect(rule: str, unknown: int) -> int:
 
 
 def worse(released: set[str], fixed: set[str]) -> list[str]:
-    """Return the rules that only the run with fixes violates, with a worse effect than all violations without fixes."""
+    """Return the rules that only the run with fixes violates, if their effect is worse than any without fixes."""
     worst = min((effect(rule, len(EFFECTS)) for rule in released), default=len(EFFECTS) + 1)
     return sorted(rule for rule in fixed - released if rule == FAULT or effect(rule, 0) < worst)
 
@@ -85,8 +85,8 @@ def scenarios(connector: str) -> dict[str, Any]:
 def fuzzed(connector: str, steps: int) -> dict[str, Any]:
     """Run each seed without and with the fixes. Return the seeds whose violations are worse with the fixes.
 
-    A run ends when the engine dies, so a run with the fixes can be longer. A violated rule counts if no seed violates
-    the rule without fixes. A rule about wrong output also counts if the same seed violates no rule without fixes.
+    A run ends when the engine dies, so a run with the fixes can be longer. A rule counts if seeds violate it only
+    with the fixes. A rule about wrong output also counts if the same seed violates no rule without fixes.
     """
     from kvfix_tools.lab.fuzz import fuzz_run
 

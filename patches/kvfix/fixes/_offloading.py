@@ -21,7 +21,7 @@ def all_stores_fail(scheduler: Any, *_: Any, **__: Any) -> Any:
 
 
 def fails_jobs(mark: str, find: Callable[[Any, Any], Collection[int]]) -> Fixing:
-    """Return a fix for `update_connector_output`. The scheduler then ends a job as failed if a worker reports this.
+    """Return a fix for `update_connector_output`. With the fix, a job ends as failed if a worker reports its failure.
 
     After a failed store, the manager drops the store's chunks. The scheduler then stores all chunks of a running
     request again. After a failed load, the request loads nothing more.

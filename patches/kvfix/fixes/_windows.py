@@ -64,7 +64,7 @@ def has_transfers(connector: Any, answer: Any, scheduler_output: Any, metadata: 
 def stored(hook: Any, module: Any, connector: Any, computed: int, tokens: int, **blocks: Any) -> list[Any]:
     """Return, for probes, the metadata of a step that computes `tokens` more tokens of a request with two KV groups.
 
-    blocks: `blocks=[]` for a request that is not new. `scheduler_side` has already given all blocks to the tracker.
+    blocks: pass `blocks=[]` for a request that is not new. The step adds no blocks, because the tracker has them all.
     """
     metadata = module.LMCacheMPConnectorMetadata()
     new = None if blocks else stubs.Stub(req_id=stubs.NAME, num_computed_tokens=computed)

@@ -51,7 +51,7 @@ class Target:
         milliseconds. kvfix runs the probe only if the function's code is not the code of any known release. For
         such code, kvfix refuses the fix if the probe is None or raises.
     fix: (module) -> wrapper of the function (kvfix.wrapping). If the fix applies, kvfix calls `fix` after the import of
-        the module. With None, the target only shows whether the bug exists. A target with `helper` may have the fix.
+        the module. With None, the target only shows whether the bug exists. Another target may then contain the fix.
     order: position of the wrapper around the function. The wrapper with the lowest order is the innermost.
     helper: True if the fix needs this function, but the bug is in another function.
     copy: name of the copy of the code to which this function belongs, if the code exists in several copies. "" means

@@ -32,8 +32,8 @@ class Asked(NamedTuple):
     asynchronous: bool = False  # True if the load runs between steps
     #: How many hit tokens vLLM may recompute (`prefix_replay_tokens`). If not 0, vLLM takes only whole blocks of a hit.
     replay: int = 0
-    #: True if some KV groups may have fewer than `computed` tokens. If vLLM takes no promised token, vLLM uses only
-    #: the cached tokens that all KV groups have (`supports_divergent_local_hybrid_hits`).
+    #: True if some KV groups may have fewer than `computed` tokens. If vLLM then takes no promised token, vLLM starts
+    #: from the smallest cached prefix of all KV groups (`supports_divergent_local_hybrid_hits`).
     divergent: bool = False
 
     def text(self) -> str:

@@ -151,7 +151,7 @@ def waiting(engine: Engine) -> list[dict[str, Any]]:
 
 
 def waits(engine: Engine) -> list[tuple[dict[str, Any], str]]:
-    """Return (row, what the request waits for). A lookup behind a request that lacks blocks counts as PLACE."""
+    """Return (row, what the request waits for). Behind a request that lacks blocks, LOOKUP becomes PLACE."""
     found: list[tuple[dict[str, Any], str]] = []
     stopped, free = False, engine.scheduler["pool"]["free"]
     for row in waiting(engine):

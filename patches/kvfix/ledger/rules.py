@@ -243,9 +243,9 @@ def exception_left_hook(history: History, event: ev.Raised) -> Outcome:
 def store_of_lost_blocks(history: History, event: ev.BlocksLost) -> Outcome:
     """A store reads only blocks that its request holds. No step writes to the blocks before the store has ended.
 
-    vLLM keeps only the last blocks of a sliding window. vLLM replaces the earlier blocks by null block 0, and other
-    requests get them (`remove_skipped_blocks`, v1/core/single_type_kv_cache_manager.py 0.32.0:672). A store from such
-    blocks puts wrong KV under a valid key, and a later hit gives wrong text. (`lmcache server --separate-object-groups`
+    vLLM keeps only the last blocks of a sliding window, and replaces the earlier blocks by null block 0. Other requests
+    get the replaced blocks (`remove_skipped_blocks`, v1/core/single_type_kv_cache_manager.py 0.32.0:672). A store from
+    such blocks puts wrong KV under a valid key, and a hit gives wrong text. (`lmcache server --separate-object-groups`
     skips a chunk if all window blocks of the chunk are null.)
 
     The rule checks a store in the store's own step and in the next step. After the next step, the store may have ended.

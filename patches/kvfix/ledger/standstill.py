@@ -105,7 +105,7 @@ def in_hooks(looks: Sequence[Look]) -> Iterator[tuple[dict[str, Any], Engine | N
 
 
 def of_these_hooks(looks: Sequence[Look]) -> Sequence[Look]:
-    """Drop the first looks, until each process that is in a hook at the last look has entered this hook.
+    """Return the latest looks at which each process that is in a hook at the last look is in this same hook.
 
     A process in a hook may block all other processes. If only one look would remain, return all looks.
     """

@@ -158,7 +158,7 @@ FAULTS: dict[str, Callable[[torch.Tensor, list[slice], str], Any]] = {
     "not_a_number": lambda kv, chunks, _: kv[1, 1, chunks[2].start + 7].view(-1)[0].fill_(float("nan")),
     "zeros": lambda kv, *_: kv.zero_(),
 }
-#: {fault: condition under which the fault acts as `last_chunk_wrong`}. A condition gets the arguments except `kv`.
+#: {fault: condition under which the fault acts as `last_chunk_wrong`}. A condition gets a fault's arguments but `kv`.
 SOMETIMES: dict[str, Callable[[list[slice], str], bool]] = {
     "last_partial_chunk_wrong": lambda chunks, _: not is_whole(chunks[-1]),
     "one_rank_wrong": lambda *_: get_tensor_model_parallel_rank() == 1,

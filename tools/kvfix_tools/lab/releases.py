@@ -18,7 +18,7 @@ from kvfix_tools.lab.options import KNOWN, Options
 _SINCE_0_32 = {"vllm": ">=0.32"}
 _SINCE_0_5_6 = {**_SINCE_0_32, "lmcache": ">=0.5.6"}
 #: Features that the fuzzer draws for three of ten seeds (fuzz/schedule.py), from vLLM 0.32 on. With asynchronous
-#: scheduling, vLLM before 0.32 cannot preempt a single request between two steps, as the lab does. The model runner V2
+#: scheduling, the lab preempts single requests between two steps, which vLLM before 0.32 cannot do. The model runner V2
 #: of vLLM before 0.32 was experimental. The other features were not tested with earlier releases.
 FEATURES = ("async_scheduling", "model_runner_v2", "drafter", "pause", "sessions", "roles", "stops")
 #: {LMCache setting, lab option or lab step: releases for which the fuzzer draws it}
@@ -33,7 +33,7 @@ _DRAWN = {
     **dict.fromkeys(FEATURES, _SINCE_0_32),
     "stops": _SINCE_0_5_6,  # earlier adapters have no heartbeat
     "new_weights": {"vllm": ">=0.15.1"},  # earlier releases cannot reset a connector's cache
-    # earlier releases have other queues, in which requests lock each other out (KVF903)
+    # in earlier releases, a waiting request without blocks can block loaded requests behind it for ever (KVF903)
     "policy": _SINCE_0_32,
     # earlier connectors report no failed requests, and vLLM raises (KVF207)
     "windows": _SINCE_0_5_6,

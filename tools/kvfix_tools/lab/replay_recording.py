@@ -21,7 +21,7 @@ from kvfix_tools.lab.steps import prompt
 
 #: {class name of a connector: its name in the lab}. A recorder file has only the class names of connectors.
 KINDS = {"LMCacheConnectorV1": "v1", "LMCacheMPConnector": "mp", "LMCacheMPConnectorUpstream": "mp-in-tree"}
-#: ENDLESS: max_tokens of a request until its event Finished. MOST_STEPS: maximum steps for one event.
+#: ENDLESS: max_tokens, so that a request runs until its event Finished. MOST_STEPS: maximum steps for one event.
 ENDLESS, MOST_STEPS = 1 << 14, 2000
 
 
@@ -39,7 +39,7 @@ def kinds(findings: list[Finding]) -> list[list[str]]:
 
 
 def options(found: recording.Recording) -> Options:
-    """Return options with enough blocks. Raises ValueError if the file has no sizes or another connector."""
+    """Return options with enough blocks. Raises ValueError if the file has no engine sizes or no connector of KINDS."""
     lines = [line for line in found.connectors.values() if line.get("role") == "SCHEDULER"]
     known = [line for line in lines if line["name"] in KINDS and line.get("sizes")]
     if len(known) != 1:
@@ -124,7 +124,7 @@ class _Player:
             self._compute(request, event.computed + event.tokens)
 
     def _preempted(self, event: ev.Preempted, later: list[Event]) -> None:
-        """Make steps until the request has the numbers of tokens in its next event Asked. Then preempt the request."""
+        """Make steps until the request has as many tokens as its next event Asked names. Then preempt the request."""
         request = self.engine.requests.get(event.request)
         asked = next((each for each in later if isinstance(each, ev.Asked)), None)
         if request is None or request not in self.engine.scheduler.running:

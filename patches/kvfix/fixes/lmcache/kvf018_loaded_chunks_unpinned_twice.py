@@ -32,7 +32,7 @@ class _Load:
     """The pins that the fix adds for one load, and the pins that the load itself releases.
 
     `with load:` surrounds LMCache's code for this load. Layerwise loads alternate, and other threads can release pins
-    of a chunk at any time. So a release counts for this load only if it happens inside `with load:` and in its thread.
+    of a chunk at any time. So this load counts only releases inside `with load:` in the thread that runs this block.
     """
 
     def __init__(self, chunks: list[Any]) -> None:

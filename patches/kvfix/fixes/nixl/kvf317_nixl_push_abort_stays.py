@@ -4,7 +4,7 @@ Symptom: The worker keeps the parameters of each aborted request. `kvfix look` s
 `_recving_metadata` for ever. If the parameters lack a key, EngineCore dies (KVF313).
 
 Cause: If a request ends before it was scheduled, request_finished adds the request, without blocks, to the requests
-that wait for KV. From this entry, the worker should notify the prefill engine (push_scheduler.py 0.32.0:231-241). In
+that wait for KV. This entry should make the worker notify the prefill engine (push_scheduler.py 0.32.0:231-241). In
 push mode, start_load_kv only records the request as waiting (push_worker.py 0.32.0:206), and nothing ever arrives for
 it. The worker of pull mode does not record the request (pull_worker.py 0.32.0:73).
 

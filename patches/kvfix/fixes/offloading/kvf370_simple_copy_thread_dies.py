@@ -11,7 +11,7 @@ thread records no event for the failed copy or for later copies. The worker repo
 Fix: The copy thread continues after a failed copy, and the worker reports the copy to the scheduler. After a failed
 store, the blocks become free. After a failed load, vLLM computes the tokens, or ends the request
 (`kv_load_failure_policy`). No request finds a chunk whose copy has failed.
-- Releases: vLLM 0.26.0 to 0.33.0. The fix needs 0.32.0, which can report a failed load by request.
+- Releases: vLLM 0.26.0 to 0.33.0. The fix needs 0.32.0, whose workers can name the requests of failed loads.
 - Remove when: `_copy_loop` catches an exception of a copy, and the worker reports the failed copy.
 """
 
@@ -22,7 +22,7 @@ from functools import partial
 from kvfix.fixes import _offloading, api, stubs
 from kvfix.fixes.api import GO_ON, Any, Fix, Steps, View, engine_log, fix_after, fix_around, fix_before, fix_calls, note
 
-#: Attributes. _REQUESTS (of the worker): requests whose load failed. _STORES (of scheduler and report): failed stores.
+#: Attribute _REQUESTS of the worker: failed loads' requests. Attribute _STORES of scheduler and report: failed stores.
 _REQUESTS, _STORES = "_kvfix_failed_requests", "_kvfix_failed_stores"
 #: Attribute of the metadata. It exists only if the scheduler has its part of the fix.
 _TOLD = "_kvfix_knows_failed_copies"
@@ -70,7 +70,7 @@ def _survives(least: int, place: int, noting: Callable[..., Any]) -> api.Fixing:
 
     least: the number of arguments that the fix needs. A loop with fewer arguments runs as without the fix.
     place: the index of the copy's number in an item of the queue. The list of events is the next element.
-    noting: called with the loop's arguments. It returns (`_Noting` queue, arguments with this queue, stream function).
+    noting: (loop's arguments) -> (`_Noting` queue, arguments in which it replaces the loop's queue, stream function).
     The stream function takes an item, and returns the stream that the item's failed copy may still use.
     """
 

@@ -174,7 +174,7 @@ class LabEngine:
         self._failed.popleft()
 
     def _check_liveness(self, forward: bool) -> None:
-        """Report LAB009 if no request can move. Blocks of `take_blocks` and steps without output count as in flight."""
+        """Report LAB009 if no request can move. Blocks of `take_blocks` and steps without output count as transfers."""
         paused = bool(getattr(self.scheduler, "pause_state", 0))  # vLLM 0.15 cannot pause
         idle = paused or not self.scheduler.has_unfinished_requests()
         if forward or idle or self.connector.busy():

@@ -79,8 +79,8 @@ class StateGroup(Group):
     A step reads the state that the previous step has written, and writes the new state to the block of the last token
     (`preprocess_mamba`, v1/worker/mamba_utils.py 0.32.0:1446). A step with drafts writes several states. The block of
     the last draft gets the state before all drafts. Each following block gets the state after one more draft. The next
-    step reads the state after the last accepted draft. If a block ends with the token before the drafts or with an
-    accepted draft, the runner copies the state after that token to the block (`postprocess_mamba_fused_kernel`, :362).
+    step reads the state after the last accepted draft. If the token before the drafts, or an accepted draft, ends a
+    block, the runner copies the state at the block's end to the block (`postprocess_mamba_fused_kernel`, :362).
     """
 
     def __init__(self, group: KVGroup, memories: Sequence[Slots]) -> None:

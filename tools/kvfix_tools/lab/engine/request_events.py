@@ -15,7 +15,7 @@ from kvfix_tools.lab.engine.counts import Counts
 from kvfix_tools.lab.engine.model import Model
 from kvfix_tools.lab.options import Options
 
-#: A request is stuck if it waits this many steps for a load that is not in flight. Ended loads are reported sooner.
+#: A request is stuck after waiting this many steps for a load that is not in flight. A load's report takes fewer steps.
 STUCK = 8
 #: Seconds that LMCache waits for a lookup (lookup_timeout_ms).
 LOOKUP_TIMEOUT = 3.0
@@ -29,7 +29,7 @@ class Liveness:
         self._manager = manager = scheduler.kv_cache_manager
         coordinator: Any = manager.coordinator
         allocate, count = manager.allocate_slots, coordinator.get_num_blocks_to_allocate
-        #: vLLM's last count: (needed blocks, True if it counts the whole request) (kv_cache_manager.py 0.32.0:499, 540)
+        #: vLLM's last count: (needed blocks, True if for the whole request) (kv_cache_manager.py 0.32.0:499, 540)
         self._counted = (0, False)
         #: The request for which the scheduler found too few blocks, and how many blocks the request needs.
         self._refused: tuple[Any, int] = (None, 0)
@@ -232,7 +232,7 @@ class RequestEvents:
         """Report a standstill after three equal answers in a row. answer: the answer of `can_move` in this step.
 
         A single answer can be wrong, because a lookup can end just after the scheduler has asked for its result.
-        LMCache can also drop the result of a lookup as the late result of another lookup (KVF036).
+        LMCache can also mistake the result of a lookup for the late result of another lookup, and drop it (KVF036).
         """
         before, steps = self._still
         if answer is None or answer.verdict != "violated":

@@ -123,7 +123,7 @@ def vllm_config(options: Options, folder: str = "") -> configs.VllmConfig:
     if options.any_connector:
         extra = copy.deepcopy(options.config)
     if options.lmcache.get("enable_async_loading"):
-        # LMCache 0.3.10 requires False. It sets False itself only if its own file or variables enable async loading.
+        # LMCache 0.3.10 requires False, but sets it only if its config file or environment enables async loading.
         extra.setdefault("lmcache.save_unfull_chunk", False)
     module, _, name = options.connector.rpartition(":")
     if options.connector in KNOWN:

@@ -54,7 +54,7 @@ class Pair(Engines):
         self.malformed: list[str] = []
         #: {request: its stop token}
         self._stops: dict[str, int] = {}
-        #: {router's id of a request: number of engine ids so far}. Like vLLM, the lab adds a suffix to the router's id.
+        #: {router's id of a request: number of suffixes used}. Like vLLM, the lab adds a new suffix for each engine id.
         self._ids: Counter[str] = Counter()
         self.seconds = 0.0
         self._counts: Counter[str] = Counter()
@@ -354,7 +354,7 @@ class Neighbour(LabEngine):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """While this context is active, the clock and new clients of LMCache's server belong to this engine."""
+        """In this context, the clock shows this engine's time, and LMCache connects clients to this engine's server."""
         clock.now = lambda: self.request_events.seconds
         if isinstance(self.connector, MP):
             self.connector._replace(import_module(ADAPTER))
@@ -372,7 +372,7 @@ class Neighbours(Engines):
         self.engines = first, Neighbour(options, "second", first.caches)
 
     def of(self, number: int, step: tuple[Any, ...]) -> tuple[Neighbour, ...]:
-        """Return the engines that make a step. For most steps, the request's number or `number` selects one engine."""
+        """Return the engines that play `step`. For most steps, `number` or the new request selects one engine."""
         kind = step[0]
         if kind in ("step", "new_weights"):
             return self.engines if kind == "step" else ()  # new weights must reach both engines at the same time
