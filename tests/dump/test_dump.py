@@ -137,7 +137,7 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_children_follow_their_parents() -> None:
-    """kvfix reads each process's state and start time. A ready file names its process by the start time."""
+    """kvfix reads each process's state and start time. Two processes with the same pid differ in their start time."""
     program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(1, flush=True); input()'])"
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"1\n"

@@ -50,7 +50,7 @@ def test_judgement(changes: dict[str, Any], text: str) -> None:
 
 
 def test_the_others_write_over_nearly_all_blocks() -> None:
-    """Little KV of the first round stays on the GPU. So the last round must load nearly all KV, or compute it."""
+    """OTHERS leave little KV of ASKED on the GPU. So the engine must load or compute nearly all KV for ASKED again."""
     usable = BLOCKS - 1
     assert sum(-(-(len(prompt) + GENERATE) // BLOCK) for prompt in OTHERS) <= usable  # all run at the same time
     written = sum((len(prompt) + GENERATE - 1) // BLOCK for prompt in OTHERS)  # whole blocks

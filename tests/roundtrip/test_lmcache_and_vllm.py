@@ -1,4 +1,4 @@
-"""The installed LMCache and vLLM move KV on CPU tensors, or refuse a layout. The report names the stand-ins."""
+"""The installed LMCache and vLLM move KV on CPU tensors, or refuse a layout. The report names CUDA stand-ins."""
 
 from typing import Any
 

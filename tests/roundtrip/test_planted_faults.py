@@ -35,7 +35,7 @@ def ran(cell: Cell, fault: str | None = None) -> Result:
 @pytest.mark.parametrize(("axis", "value"), SOME)
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "missing-event"])
 def test_a_fault_is_named(fault: str, axis: str, value: str) -> None:
-    """An element of eight bits is too small for an identity. So several elements form a word that has an identity."""
+    """A word encodes its generation, layer, slot and head in 63 bits. So eight elements of eight bits form one word."""
     result = ran(Cell("torch", **{axis: value}), fault)
     assert result.verdict == "failed"
     assert {kind for finding in result.findings for kind in finding.classes} == {FAULTS[fault]}

@@ -180,5 +180,5 @@ def _is_with_workers(calls: list[Call]) -> bool:
     """Return True if EngineCore's step waits for workers or computes in this process, or if the stack is unknown."""
     step = next((at for at, (name, file, _) in enumerate(calls) if name in _STEP and _CORE in file), None)
     if step is None:
-        return not 0 < len(calls) < places.MOST  # a compilation may have so many calls that the step's call is cut off
+        return not 0 < len(calls) < places.MOST  # a stack of MOST calls, as in a compilation, may lack the step's call
     return _SCHEDULING.isdisjoint(name for name, _, _ in calls[:step])

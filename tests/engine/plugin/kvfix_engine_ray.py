@@ -4,6 +4,6 @@ from vllm.platforms.cpu import CpuPlatform
 
 
 class RayCpuPlatform(CpuPlatform):
-    """vLLM uses this platform if the environment has KVFIX_TEST_RAY. Ray nodes can declare GPUs that do not exist."""
+    """vLLM uses this platform if the environment has KVFIX_TEST_RAY. The tests' Ray nodes declare nonexistent GPUs."""
 
     ray_device_key = "GPU"

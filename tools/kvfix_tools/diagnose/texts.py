@@ -217,7 +217,7 @@ def _parsed(head: bytes, tail: bytes, headless: Headless) -> Other:
 
 @lru_cache(maxsize=256)
 def process(prefix: bytes) -> str:
-    """Return the last process that the prefix names. The text of another process may precede this process."""
+    """Return the process that wrote the line, that is, the last process that the prefix names."""
     if prefix.find(b"pid=") < 0:  # `in` takes three times as long: Python first tries to read b"pid=" as a number
         return ""
     named = _PROCESS.findall(prefix)

@@ -89,7 +89,7 @@ class Options:
     offloading: str = ""
     #: Use SimpleCPUOffloadConnector (simple_offload.py) instead of OffloadingConnector. v1 only.
     simple_offloading: bool = False
-    #: How many steps a lookup, load or store of mp's server takes. A copy of OffloadingConnector takes twice as many.
+    #: How many steps a lookup, load or store of mp's server takes. OffloadingConnector's transfers take twice as many.
     delay: int = 1
     #: Number of workers. By default, workers are ranks of tensor parallelism. A MultiConnector has one worker.
     ranks: int = 1

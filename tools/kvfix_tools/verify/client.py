@@ -40,7 +40,7 @@ class Reply(NamedTuple):
     first: float  # seconds until the first token
     prompt_tokens: int  # number of prompt tokens, as the server counts them
     cached: int | None  # tokens from any cache; None unless the server runs with --enable-prompt-tokens-details
-    counted: int | None = None  # connector tokens in /metrics; None: not read, or requests of other clients count too
+    counted: int | None = None  # tokens from the connector, by /metrics; None if not read, or hidden by other clients
 
     @property
     def hits(self) -> int | None:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 FALSE_ALARMS = 1e-4
 MARGIN = 2.0
 TOO_NOISY = 2.0  # in nats. If noise moves a log probability by more than this, the run proves nothing
-FAR = 20.0  # a difference above this multiple of the largest control is not noise, even if no fresh prompt repeats it
+FAR = 20.0  # a difference above this multiple of the largest control is not noise, even if new prompts differ less
 SPARE = 2  # number of fresh prompts (`Judge.needed`) that need not differ
 SMALLEST = -9999.0  # vLLM's smallest log probability. kvfix also uses it for NaN
 

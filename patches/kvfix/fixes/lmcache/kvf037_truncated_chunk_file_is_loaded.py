@@ -68,7 +68,7 @@ def _read(load: Any, *args: Any, **kwargs: Any) -> tuple[Any, bool]:
 
 @fix_calls
 def fix_load(load: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap a function that loads the chunk of the key in its first argument. Return None if a read was short."""
+    """Wrap a function whose first argument is the key of a chunk to load. Return None if a read was short."""
     memory, is_whole = _read(load, *args, **kwargs)
     if is_whole:
         return memory

@@ -125,7 +125,7 @@ def move(engine: LabEngine, step: DrawnStep) -> None:
         if open_now:
             _move_request(engine, kind, open_now[rest[0] % len(open_now)], *rest[1:])
     elif kind == "stored_elsewhere":
-        if not engine.counts["connector_resets"]:  # the other instance that stores this KV never gets the new weights
+        if not engine.counts["connector_resets"]:  # after a reset, KV from elsewhere may be of the old weights
             engine.do(kind, prompt(rest[1], rest[0]))
     elif kind == "server_restarts":
         engine.do("server_dies")
@@ -169,7 +169,7 @@ def _move_request(engine: LabEngine, kind: str, name: str, chunks: int, rank: in
     elif kind == "is_beside":
         engine.has_in_other_connector(name)
     elif kind == "fail_load":
-        # with several ranks, KVF030 cannot delay the save of KV for a decoder, so let no load of this request fail
+        # with several ranks, a failed load may give the decoder wrong KV in spite of KVF030, so let no load fail
         asked = getattr(engine.requests[name], "kv_transfer_params", None) or {}
         if engine.options.ranks == 1 or "disagg_spec" not in asked:
             engine.fail_load(name, chunks, rank)

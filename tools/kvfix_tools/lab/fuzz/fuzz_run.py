@@ -115,7 +115,7 @@ class Run(msgspec.Struct, frozen=True):
         """If only one engine has fixes, return only the violations that do not appear without fixes.
 
         If the schedule has any violation without fixes, return none. With a fix, requests end in other steps, so a bug
-        may hit another request. So play without fixes once for each left-out step. Omit the violations of these runs.
+        may hit another request. So leave out each step once, play the rest without fixes, and omit violations found.
         """
         if not violations or self.fixes_in == "both" or not self.fixes:
             return violations
