@@ -33,7 +33,7 @@ def finding_logs(kind: str) -> dict[str, list[str]]:
 
 
 def expanded(log: str) -> str:
-    """Repeat a line that begins with `12 x ` 12 times. Replace {n} in the line by the number of the repetition."""
+    """Write a block of `3 x ` lines three times, without this prefix. Replace {n} by the number of the repetition."""
 
     def repeat(lines: re.Match[str]) -> str:
         block = re.sub(r"^\d+ x ", "", lines[0], flags=re.MULTILINE)

@@ -27,7 +27,7 @@ METADATA = "connector.scheduler_adapter.build_connector_meta"
 
 
 def _promise(change: Callable[..., Any]) -> Callable[[Any], None]:
-    """Let `change` set how many tokens a lookup promises. Its last argument lists num_preemptions at each lookup."""
+    """Let `change` set the promised tokens. The last argument of `change` lists num_preemptions at each lookup."""
 
     def plant(engine: Any) -> None:
         connector, asked = engine.scheduler.connector, []

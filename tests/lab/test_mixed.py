@@ -100,7 +100,7 @@ def test_the_fixes_act_in_that_engine_alone(connector: str, fixes_in: str) -> li
 )
 @answers(also="answer")
 def test_a_fix_in_prefill_alone(connector: str, seed: int, code: str) -> list[bool]:
-    """Return three flags: violations exist, the release does not have all of them, and the release has none of them."""
+    """Return [violations exist, some of them do not occur without the fix, none of them occurs without the fix]."""
     run = late.Run(connector, True, fixes_in="prefill")
     (schedule,) = run.schedules([seed])
     with late.pair_engine.fixes_in("prefill"):

@@ -75,7 +75,7 @@ def link(released: Sequence[Path], folder: Path) -> None:
 
 
 def prefer(folder: Path) -> None:
-    """Unload modules with a copy in `folder`, and modules of _OURS that import one. Python then imports the copies."""
+    """To import copies in `folder`, unload their originals, and all modules of _OURS that import an unloaded module."""
     for name, module in list(sys.modules.items()):
         place = folder / name.replace(".", "/")
         if "__path__" in vars(module) and place.is_dir() and _is_own(place, folder) and not _is_test(name):
@@ -213,7 +213,7 @@ def regression(folder: Path, tests: list[str]) -> dict[str, Any]:
     count = Count()
     known = {name for file in peers.KEPT.glob("*-*.json") for name in json.loads(file.read_text())["not passed"]}
     red = [f"--deselect={name}" for name in sorted(known) if name.partition("::")[0] in tests]
-    # theirs() does not load pytest_asyncio.plugin, which ends vLLM's tests of MooncakeConnector early and silently.
+    # theirs() does not load this plugin, because the plugin ends vLLM's tests of MooncakeConnector early and silently.
     _run(folder, ["-p", "pytest_asyncio.plugin", *red, *tests], plugins=[count])
     return count.found
 

@@ -4,8 +4,8 @@
 lock, imports no new module, does not wait and does not raise. The modules of this package import only the standard
 library and each other (by relative names), because `kvfix look` loads them in a process without kvfix.
 
-The state contains counts, ids of requests and numbers of blocks; with `full`, also hashes of blocks. The state contains
-no tokens, prompts or host names. A value is None if it is not known. `mono` and `wall` are times in nanoseconds.
+The state contains counts and ids of requests; with `full`, also ids and hashes of blocks. The state contains no tokens,
+prompts or host names. A value is None if it is not known. `mono` and `wall` are times in nanoseconds.
 `arrived` and `since` are ages in seconds.
 
     {"schema": 1, "pid": 1, "process": "EngineCore", "mono": 12, "wall": 34, "milliseconds": 2.1,
@@ -52,7 +52,7 @@ def collect(
 ) -> dict[str, Any]:
     """Return the state of this process.
 
-    full: include the numbers and hashes of each request's blocks, so that `kvfix lab` can rebuild the request.
+    full: include the ids and hashes of each request's blocks, so that `kvfix lab` can rebuild the request.
     scheduler: vLLM's scheduler. workers: the connectors of the workers. By default, `collect` searches for them.
     calls: the main thread's stack, if another thread calls `collect`. By default, `collect` reads its own stack.
     """

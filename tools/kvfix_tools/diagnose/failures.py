@@ -47,7 +47,7 @@ class Failures:
         self.last: dict[str, LogLine] = {}
         #: For each file of a process that is shutting down, the time of the first line about the shutdown.
         self.closing: dict[str, float | None] = {}
-        #: Length of `lines` when the engine last worked. The engine has survived the failures in these first lines.
+        #: Number of failures in `lines` from before the engine last worked. The engine has survived these failures.
         self._survived = 0
         #: True if the engine has worked on requests since its last message that it waits for a worker.
         self.worked_since_wait = False

@@ -39,7 +39,7 @@ _BEFORE = {"0.15": "0.11.2.post2", "0.20": "0.15.1", "0.26": "0.20.2", "0.32": "
 class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The record of a known problem. docs/knowledge.md describes the fields, and how to add a record.
 
-    message: the text of the violation if the record is a rule of the ledger, else None. `fixes` searches this text.
+    message: the violation's text for a rule of the ledger, else None. `fixes` matches this text with fixes' `evidence`.
     """
 
     code: str
@@ -199,8 +199,8 @@ _Numbered = list[tuple[int, Sign]]
 def _index() -> tuple[BytesAhoCorasick, list[_Numbered], dict[str, _Numbered]]:
     """Return an index (search, signs, others) of the signs of all records that are not general.
 
-    The key of a sign is the longest fixed part of its text, or else its field `source`. `search` finds the keys
-    in a line. `signs` has the signs for each key. `others` maps exception classes, or "", to signs without a key.
+    The key of a sign is the longest fixed part of its text, or else its field `source`. `search` finds the keys in a
+    line. `signs` has the signs for each key. `others`: {exception class, or "" for any class: signs without a key}.
     """
     by_part: dict[bytes, _Numbered] = {}
     others: dict[str, _Numbered] = {}

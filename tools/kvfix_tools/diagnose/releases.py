@@ -21,7 +21,7 @@ from kvfix_tools.diagnose.log_line import LogLine, statement_place
 _FIRST = Version("0.6")
 _VERSION = re.compile(VERSION_PATTERN, re.VERBOSE | re.IGNORECASE)
 
-#: In core.py (vLLM 0.9.2 to 0.33.0), the log statement for a failed start is this many lines above that for a death.
+#: core.py (vLLM 0.9.2 to 0.33.0) logs a failed start this many lines above the statement that logs EngineCore's death.
 _BEFORE = 2
 #: Kinds of lines that EngineCore logs when it dies.
 _DEATHS = ("fatal", "raised")

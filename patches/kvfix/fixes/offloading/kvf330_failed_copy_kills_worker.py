@@ -10,7 +10,7 @@ Cause: `get_finished` asserts that each copy has succeeded: "we currently do not
 Fix: The fix shows all copies to `get_finished` as successful, and adds the failed copies to the worker's report. The
 manager drops the chunks of a failed store. After a failed load vLLM computes the tokens, or ends the request
 (`kv_load_failure_policy`). The request loads nothing more, so that vLLM does not retry an unreadable chunk for ever.
-- Releases: vLLM 0.26.0 to 0.33.0. The fix needs 0.32.0, which can report a failed load by request.
+- Releases: vLLM 0.26.0 to 0.33.0. The fix needs 0.32.0, which can report the requests whose loads failed.
 - Upstream: https://github.com/vllm-project/vllm/issues/39732, https://github.com/vllm-project/vllm/pull/52838 (open).
 - Remove when: `get_finished` of offloading/worker.py handles a result without success.
 """
