@@ -85,7 +85,7 @@ with runner.quiet():
     assert not dumps, dumps
 """
 
-#: This code measures a layer hook. The connector's adapter does nothing. The other measurements do not use `layers`.
+#: This code measures a layer hook. The connector's adapter does nothing. Only this code sets `layers` of kvfix.apply().
 LAYER = """
 import timeit
 from types import SimpleNamespace
@@ -120,8 +120,8 @@ with runner.quiet():
 
 #: {mode: maximum percent of a step's time}
 BUDGET = {"fix": 2, "observe": 2, "check": 5}
-#: {connector of the lab: (name of its steps, budget of the steps)}. With leases, each step admits and ends a request.
-#: Mode `observe` records about six events for this.
+#: {connector of the lab: (name of its steps, budget of the steps)}. With leases, each step admits a request and
+#: ends a request. Mode `observe` records about six events for these two requests.
 STEPS = {
     "v1": ("scheduler steps", BUDGET),
     "offloading": ("steps with OffloadingConnector's jobs", BUDGET),

@@ -1,4 +1,4 @@
-"""Imports and calls in one package may not fit another package. planted.toml tests real pairs of releases."""
+"""Find imports and calls that the other package does not support. planted.toml tests real pairs of releases."""
 
 from pathlib import Path
 

@@ -24,7 +24,7 @@ from tests.engine.start import CROWD, ENGINE, Ran, prompt
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 DRAFTS, ACCEPTED = "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens"
-#: ANSWERS: four prompts of three chunks; each answer has one chunk. TURNS: ANSWERS twice, then a second turn.
+#: ANSWERS: four prompts of three chunks, with answers of one chunk. TURNS: ANSWERS twice, then prompt + answer.
 ANSWERS = [(prompt(200, seed), 70) for seed in range(21, 25)]
 TURNS = [ANSWERS, ANSWERS, [(each, 8) for each in range(len(ANSWERS))]]
 NGRAM: dict[str, Any] = {
@@ -109,7 +109,7 @@ def assert_loaded(ran: Ran, plain: Ran, ranks: int = 1) -> None:
     assert scheduled["due"] >= scheduled["granted"] >= 192 * sum(map(len, rounds[1:]))
     for rank in workers:
         assert rank["due"] == scheduled["due"]
-        assert rank["loaded"] in (0, rank["due"])  # in process, start_load_kv loads without an event
+        assert rank["loaded"] in (0, rank["due"])  # 0: in process, kvfix records no Loaded event
     if not scheduled["loaded"]:
         assert sum(line["tokens"] for line in ran.notes if line["what"] == "load") >= ranks * scheduled["due"]
 

@@ -9,7 +9,7 @@ from kvfix_tools.lab.steps import prompt
 from tests.lab.planted import counted, fault, row, steps, until
 
 REAL = ("mp-real",)
-#: vLLM computes a prompt, then loads its KV into other blocks. Then the server and vLLM's own cache both have a hit.
+#: `first` stores a prompt. `again` loads the KV into other blocks. `both` hits the server and vLLM's own cache.
 LOADED = steps(
     [do.store("first", prompt(100), max_tokens=3), do.admit("other", prompt(100, seed=1), max_tokens=3)],
     [do.serve("again", prompt(100), max_tokens=3), do.serve("both", prompt(100), max_tokens=3), do.settle()],

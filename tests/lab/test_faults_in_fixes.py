@@ -1,4 +1,4 @@
-"""An error in a fix makes no outcome worse than without fixes. More draws: run `python -m tests.lab.faults 100`."""
+"""An error in a fix makes no outcome worse than without fixes. Raise more errors: `python -m tests.lab.faults 100`."""
 
 from kvfix import catalogue, wrapping
 from tests.conftest import RELEASES, Once, answers

@@ -136,7 +136,7 @@ def test_a_staging_buffer_that_is_shared_by_mistake_is_found() -> None:
 
 
 def test_a_race_orders_its_work_on_cuda_streams() -> None:
-    """In races.py a stream waits for the current stream, which wrote the tensors. Host work waits for its stream."""
+    """CudaStream waits for the current stream, which wrote the tensors, and runs host work after its other work."""
     stream, seen = CudaStream(CUDA), list[str]()
     stream.wait("event")
     stream.submit(lambda: seen.extend(asked(stream)), host=True)

@@ -187,7 +187,7 @@ def processes(recordings: Iterable[Recording]) -> list[Recording]:
 
 
 def _answered(scheduler: Part, worker: Part, pairs: list[tuple[int, int]]) -> list[int]:
-    """Return lower bounds of `Clock.ahead`. Without an abort, each rank begins the load before the request ends."""
+    """Return lower bounds of `Clock.ahead`. If a request is not aborted, its loads begin before it ends."""
     bounds, ended = [], dict[str, list[int]]()
     for at, entry in enumerate(scheduler.entries):
         if isinstance(entry.event, ev.Finished) and not entry.event.aborted:

@@ -86,7 +86,7 @@ class Maker:
                 yield self.cued(kind, [], self.length(kind, sizes))
 
     def length(self, kind: str, sizes: Sizes) -> int:
-        """Return the length in tokens. With N blocks + 1 token, a repeated prompt hits N blocks in the prefix cache."""
+        """Return the length in tokens. A repeated prompt of N blocks + 1 token hits N blocks in the prefix cache."""
         chunk, block = sizes.chunk, sizes.block
         if kind == "many chunks":
             least = chunk // block + 1

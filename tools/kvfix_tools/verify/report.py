@@ -66,7 +66,7 @@ class Confirmation:
 
 @dataclass
 class Outcome:
-    """The results of a run. `not_numbers` counts answers of the survey, the first round. NaN spoils later answers."""
+    """The results of a run. Only the survey, the first round, counts NaN answers, because NaN spoils later answers."""
 
     sizes: Sizes
     judge: Judge

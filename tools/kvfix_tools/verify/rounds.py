@@ -214,7 +214,7 @@ class Rounds:
         return reply
 
     def _is_clean(self, reply: Reply) -> bool:
-        """Return True if no token came from the connector. If clients hide this number, test for N blocks + 1 token."""
+        """Return True if no token came from the connector. If this is unknown, accept prompts of N blocks + 1 token."""
         return reply.prompt_tokens % self.sizes.block == 1 if reply.counted is None else reply.counted == 0
 
     @property

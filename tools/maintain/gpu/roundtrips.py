@@ -14,7 +14,7 @@ from kvfix_tools.roundtrip.run_report import RunReport, check_per_copy, counted,
 from maintain.gpu import stages
 
 KEPT = 10  # maximum number of failed cells to keep in full
-#: OF_PLAIN: minimum speed relative to a plain copy of pinned memory. OF_COPIES: maximum result of check_per_copy.
+#: OF_PLAIN: minimum speed relative to a plain copy of pinned memory. OF_COPIES: maximum check time relative to a copy.
 OF_PLAIN, OF_COPIES = 0.95, 2.0
 
 

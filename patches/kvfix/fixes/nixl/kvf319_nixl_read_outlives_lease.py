@@ -33,7 +33,7 @@ def _ended(connector: Any, answer: tuple[bool, Any], *_: Any, **__: Any) -> tupl
 
 @fix_after(when=lambda impl, answer, *_: answer[0] and not impl.is_bidirectional_kv_xfer_enabled, on_fault=_ended)
 def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any) -> None:
-    # kvfix counts an action if a fix returns a new result. The key alone is no action, so change the result in place.
+    # kvfix counts a returned result as an action of the fix. Adding this key must not count, so return nothing.
     answer[1]["remote_blocks_expiry_time"] = connector._reqs_need_send[request.request_id]
 
 

@@ -65,7 +65,7 @@ def _do_start_push_kv(worker: Any, request_id: str, local_block_ids: Any, regist
     """Begin no write in the prefill worker after the end of the registration."""
     offset = worker._engine_clock_offset.get(registration_data["decode_engine_id"])
     if offset is None or _nixl.now() < registration_data[_UNTIL] - offset:
-        return (yield)  # without an offset, vLLM connects and calls this function again
+        return (yield)  # if the clock offset is unknown, vLLM connects and calls this function again
     if request_id in worker._reqs_to_process:  # otherwise the lease of the request is over
         worker._push_finished_blocks.setdefault(request_id, local_block_ids)  # for a later registration
     return None

@@ -1,6 +1,6 @@
 """The prefill worker's memory grows: NixlPushConnector keeps registrations of requests that it does not have.
 
-Symptom: The memory grows with each decode request whose prefill is aborted, has expired, or serves another request.
+Symptom: Memory grows with each decode request whose prefill is aborted, or whose KV expires or goes to another request.
 
 Cause: A registration names the decode engine's blocks. Until the prefill ends, `_pending_d_registrations` has the
 registration under the decode engine's id of the request. To drop the registration, the worker uses the prefill engine's
@@ -8,7 +8,7 @@ id (push_worker.py 0.32.0:276, `_evict_finished_inbox`). The two ids have differ
 worker drops nothing. To pair requests, the worker compares ids without this end (:413). So it can write the KV of a
 later request with the same id into the blocks of the old registration. The later decode request gets no KV.
 
-Fix: The fix drops a registration after `push_registration_timeout`. The decode engine starts this timeout earlier.
+Fix: The fix drops a registration after `push_registration_timeout`. The decode engine's own timeout ends first.
 - Remove when: vLLM drops registrations for which nothing is pushed.
 """
 

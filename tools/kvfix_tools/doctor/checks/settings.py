@@ -186,7 +186,7 @@ def converted(setup: Setup) -> Iterator[Line]:
 
 @check("settings-read")
 def who_reads(setup: Setup) -> Iterator[Line]:
-    """LMCache has no settings of the in-process connector if the engine uses only the multi-process connector."""
+    """If the engine uses only the multi-process connector, no setting of the in-process connector is set."""
     unread = sorted(each.spelled for each in setup.settings if each.name in setup.definitions.known)
     if setup.mp and not setup.v1 and unread:
         what = f"{setup.mp.name} does not read {', '.join(unread)}, which only the in-process connector reads"

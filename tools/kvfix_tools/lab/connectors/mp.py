@@ -74,7 +74,7 @@ class MPWorker(Worker):
             groups = self.in_worker._kv_cache_config.kv_cache_groups
             places = {name: at for at, name in enumerate(name for group in groups for name in group.layer_names)}
             sizes = module._resolve_per_layer_sw_sizes(groups, places, len(places))
-            self._server.chunks.keep([size for size in sizes if size > 0])  # only windows and Mamba states have a size
+            self._server.chunks.keep([size for size in sizes if size > 0])  # full attention has the size -1
 
     def get_finished(self, ended: set[str]) -> Any:
         if not self.unanswered:
