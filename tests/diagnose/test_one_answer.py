@@ -22,7 +22,7 @@ def troubles(log: Diagnosis) -> set[str]:
 
 
 def test_the_end_of_a_log_and_its_decisive_line_do_not_contradict_the_whole() -> None:
-    """A certain finding in the log's end or decisive line is also in the whole log. Symptoms do not count."""
+    """The whole log has each finding that is certain in its end or in its decisive line. The test ignores symptoms."""
     for log in known():
         whole = diagnosed(log)
         lines = log.splitlines(keepends=True)

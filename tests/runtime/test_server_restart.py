@@ -60,8 +60,8 @@ def test_the_load_has_failed_and_nothing_else(patience: float) -> list[bool]:
 )
 @answers(also="answer")
 def test_a_lost_connection(fixes: Fixes) -> list[list[str]]:
-    """Send all operations three times: before the server ends, without a server, and after a registration. Return three
-    lists of operations that end unanswered. List 4: operations that the new server gets before the registration."""
+    """Send all operations three times: before the server ends, without a server, and after a registration. Return the
+    unanswered operations that end in each case, and the operations that the new server gets before the registration."""
     import zmq
     from lmcache.v1.multiprocess.custom_types import RegisterEngineDrivenContextPayload as Payload
     from lmcache.v1.multiprocess.transport.zmq_impl.wire import decode_operation

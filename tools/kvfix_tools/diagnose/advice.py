@@ -56,7 +56,7 @@ def cause(log: Diagnosis, found: LogFinding) -> str:
 
 
 def heading(found: LogFinding) -> str:
-    """Return the heading for the cause. A general record fits many failures, so its text lists usual causes."""
+    """Return "Usual causes" if the finding's record covers many failures (`general`), else "Why"."""
     return "Usual causes" if found.rule.general else "Why"
 
 

@@ -137,7 +137,7 @@ class Diagnosis:
 
     @property
     def findings(self) -> list[LogFinding]:
-        """The findings, causes first, without replaced findings and without ledger violations of crashed requests."""
+        """The findings, causes first. Omit findings that others replace, and ledger violations of crashed requests."""
         replaced = {code for found in self._found.values() for code in found.rule.replaces}
         shown = [
             found
@@ -254,7 +254,7 @@ class Diagnosis:
             self._on_found(found)
 
     def _began(self, found: LogFinding) -> float:
-        """Return `began` for a finding at the log's end. The finding sorts after all findings with earlier lines."""
+        """Return the sort key `began` of a finding made at the log's end: behind all findings with earlier lines."""
         if not found.evidence:
             return math.inf
         file, number, _ = found.evidence[0]

@@ -96,7 +96,7 @@ def messages() -> str:
 
 
 def _about(entry: Entry) -> tuple[str, str]:
-    """Return (effect, what the message is) from the findings, or else from the first fix."""
+    """Return the table cells "effect" and "what it is", from the entry's findings, or else from its first fix."""
     effect = entry.severity.word if entry.severity else ""
     if len(entry.rules) == 1:
         return effect, f"{link(entry.rules[0].code, up='')} {entry.rules[0].title}"

@@ -13,7 +13,7 @@ Fix: The first value that `retrieve_layer` yields is the number of tokens that i
 of the other promised tokens as failed, before the step saves anything. vLLM then computes these tokens again, or ends
 the request with an error (`kv_load_failure_policy`). If there is nothing to load, the fix stops `retrieve_layer` and
 yields empty results instead. KVF007 prevents the step from storing the KV that it computes for this request.
-- Releases: LMCache 0.3.9.post1 to 0.5.6. 0.3.9 cannot report failed blocks, so its crash would become wrong text.
+- Releases: LMCache 0.3.9.post1 to 0.5.6. 0.3.9 cannot report failed blocks, so a fix would make the text wrong.
 - Upstream: https://github.com/LMCache/LMCache/issues/899
 - Remove when: `start_load_kv` records the failed blocks of a layerwise load.
 """

@@ -56,6 +56,6 @@ FIX = Fix(
     no_patch={"lmcache": "a patch changes the server's objects, and LMCache must decide what to do with the old ones"},
     attaches=AT_START,  # the windows are registered when the worker starts
     opt_in=True,
-    # The function runs only at the start. If the fix raises, kvfix keeps LMCache's answer, and cannot prevent loads.
+    # The function runs only at the start. If the fix raises, LMCache registers its own windows, and the bug remains.
     on_fault="original",
 )

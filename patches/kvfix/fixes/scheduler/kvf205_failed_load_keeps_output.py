@@ -59,7 +59,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def _is_ahead(scheduler: Any, of_stages: bool) -> bool:
-    """Return True if steps may be in flight after the failed step. of_stages: several pipeline stages count too."""
+    """Return True if steps may be in flight after the failed step. of_stages: also with several pipeline stages."""
     if scheduler.scheduler_config.async_scheduling or getattr(scheduler, "use_v2_model_runner", False):
         return True
     return of_stages and scheduler.vllm_config.parallel_config.pipeline_parallel_size > 1

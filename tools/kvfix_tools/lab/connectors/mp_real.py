@@ -219,7 +219,7 @@ class RealServer(Server):
         self._end_leases()
         now = self.process.locks()
         self.events.counts["evicted_by_server"] += max(0, len(self.chunks.cache) - now["objects"])
-        # If the adapter drops and repeats a lookup, no role knows the old lookup's locks. Report them with no request.
+        # If the adapter repeats a dropped lookup, the first lookup's locks belong to no known request. Name no request.
         whose = self._whose() or (set() if self._leases else {*self._lookups, *self.storing})
         more = {what: now[what] - self._before[what] for what in ("read locks", "write locks", "lookups")}
         return {f"{what} of the server ({number})": whose for what, number in more.items() if number > 0}

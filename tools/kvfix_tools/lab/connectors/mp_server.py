@@ -281,7 +281,7 @@ class Server:
         return self._answer_later(load_in_time, rank, load=(rank, request_id), late=load)
 
     def flush_inflight_stores(self, *args: Any, **more: Any) -> None:
-        """Run all actions in flight, even if the server is down. As LMCache, do nothing before 0.5.6 (FLUSHES)."""
+        """Run all actions in flight, even if `down`. Up to 0.5.5, LMCache and the lab do nothing (FLUSHES)."""
         if not releases.missing(releases.FLUSHES):
             self.down = False
             while self._later:
