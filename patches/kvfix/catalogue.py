@@ -40,7 +40,7 @@ def fixes_of(module: str) -> list[Fix]:
 
 @functools.lru_cache(maxsize=1)
 def modules_of_fixes() -> dict[str, list[str]]:
-    """Return {module of vLLM or LMCache: modules of its fixes}. Load only fixes that fingerprints.json lacks."""
+    """Return {module of vLLM or LMCache: modules of its fixes}. Load a fix only if it is not in fingerprints.json."""
     found: dict[str, list[str]] = {}
     indexed = set()
     for known in applicability.fingerprints().values():

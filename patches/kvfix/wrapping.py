@@ -300,7 +300,7 @@ def _other_kind(original: Any) -> str:
 
 
 def _count_parameters(function: Function) -> int:
-    """Return with how many positional arguments a call does not need `positional`, or -1 if each call needs it."""
+    """Return N: a call with N positional arguments does not need `positional`. Return -1 if every call needs it."""
     inner = inspect.unwrap(function)
     return inner.__code__.co_argcount if isinstance(inner, FunctionType) and not inner.__kwdefaults__ else -1
 

@@ -24,7 +24,7 @@ from kvfix.session import session
 from kvfix.wrapping import after
 
 KEY = "connector events"
-#: Key of the audit's wrapper. AUDIT sorts before KEY, so KEY's wrapper is outside, and records the audit's answer.
+#: Key of the audit's wrapper. AUDIT sorts before KEY, so `_around` wraps the audit and records the audit's answer.
 AUDIT = "audit"
 #: Attribute of a connector: its WatchedConnector.
 _HELD = "_kvfix_watched"

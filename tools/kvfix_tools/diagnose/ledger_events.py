@@ -49,7 +49,7 @@ class Requests(dict[str, Request]):
         history, known = self._ledger.histories.get(request), self.get(request)
         if not request or history is None or known is None:
             return []
-        events, places = reversed(history.events), reversed(known.places)  # a reused id may have extra places
+        events, places = reversed(history.events), reversed(known.places)  # a reused id has more places than events
         return [HistoryEvent(event.text(), *place) for event, place in zip(events, places, strict=False)][::-1]
 
 

@@ -18,7 +18,7 @@ LONGEST_LINE = 1 << 16
 _DEBUG = FRAME + b"DEBUG:"
 #: Maximum bytes before the fixed text of LMCache's prefix: the process's name, a colour code and the time.
 _HEAD = STAMP + 24
-#: An input is a paste of messages if at most this number of its lines are neither messages nor in tracebacks.
+#: If more than _FEW lines are outside messages and tracebacks, the input is not a paste of messages (`Headless`).
 _FEW = 5
 #: A Markdown heading, or a comment in a settings file. An input with one of these lines is not a log.
 _HEADING = re.compile(rb"\s*#{1,6} \S")

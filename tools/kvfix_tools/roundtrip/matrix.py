@@ -22,7 +22,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "skip": ("none", "part", "chunk"),
 }
 PRIME = 211
-#: Minimum bytes of K in each layer. LMCache's layerwise connector allocates multiples of 4 KiB in a one-layer buffer.
+#: Minimum bytes of K in a layer. LMCache's layerwise buffer is as large as a layer, and allocates multiples of 4 KiB.
 LEAST = 8192
 Axes = dict[str, tuple[str, ...]]
 

@@ -9,7 +9,7 @@ disconnects earlier, the pins and the hit leak, because `request_finished` relea
 only for requests that are in a step's metadata. With asynchronous loading, fetched chunks also leak if a request is
 aborted while another connector of a MultiConnector loads its KV.
 
-LMCache removes the priority and decode instance (`disagg_spec`) of an admitted request, unless the request was resumed.
+LMCache removes priority and decode instance (`disagg_spec`) when vLLM admits a request, but not when vLLM resumes it.
 
 Fix: When a request ends, the scheduler drops its LoadSpec, priority, `disagg_spec` and hit. The workers drop its pins.
 - Upstream: https://github.com/LMCache/LMCache/pull/4512 is open (pins only).

@@ -9,7 +9,7 @@ Cause: Decode sends each prefill rank one message for all loads of a step. When 
 decode reports all these loads as failed (mooncake_connector.py 0.32.0:2370), even loads whose KV the rank has written.
 The first rank that fails ends the load (:2402), and vLLM frees the blocks while other ranks still write into them.
 
-Fix: The fix counts one report of each rank for each load, and reports a failed load after the last of these reports.
+Fix: The fix reports a load as failed only after all ranks have reported, and counts at most one report of each rank.
 - Releases: vLLM 0.32.0, the first release that reports failed loads.
 """
 
@@ -72,7 +72,7 @@ FIX = Fix(
     MOONCAKE_WORKER._handle_failed_recv(broken=">=0.32,<0.33", probe=shows_bug, fix=handle_failed_recv),
     MOONCAKE_WORKER.process_pulling_result(broken=">=0.32,<0.33", fix=process_pulling_result, order=1, helper=True),
     effect="wrong output",
-    # If no rank reports a load, its request waits for ever. So after an error of the fix, vLLM reports all loads.
+    # If the fix raises, vLLM's own function reports the loads. A request whose load is not reported waits for ever.
     on_fault="original",
     no_patch={"vllm": "0.33.0 is right"},
 )

@@ -7,11 +7,11 @@ WAITING_FOR_REMOTE_KVS and keeps its blocks.
 Cause: The router or any client can set `kv_transfer_params`. If the parameters ask for a remote prefill,
 get_num_new_matched_tokens promises the whole prompt (pull_scheduler.py 0.32.0:60). After the allocation of blocks,
 update_state_after_alloc checks whether the parameters name remote blocks (:186, assertion) and their engine (:179,
-warning). Blocks or engine are missing if prefill kept no blocks (KVF314), the router's release does not fit, or the
-request is malformed.
+warning). Blocks or engine are missing if prefill kept no blocks (KVF314), the router is made for another release of
+vLLM, or the request is malformed.
 
 The worker raises during the load if the blocks are not in lists, or if the name of engine, request or host is not a
-string. The fix accepts one flat list of blocks if the worker can report a load as failed (KVF311).
+string. The fix accepts a flat list in place of one list per KV group if the worker can report a failed load (KVF311).
 
 Fix: The fix promises 0 tokens for incomplete or malformed parameters. The request computes its prompt itself.
 - Remove when: vLLM checks the parameters before it promises tokens.

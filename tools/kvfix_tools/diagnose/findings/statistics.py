@@ -16,12 +16,12 @@ _PAIRS = {"NixlConnector", "MooncakeConnector", "MoRIIOConnector", "P2pNcclConne
 #: If fewer than ROOM per cent of KV blocks are used, no request waits for blocks. If the external hit rate is above ALL
 #: per cent, a decode instance computes no prompt.
 ROOM, ALL = 80.0, 99.0
-#: Records for an engine without progress: requests are queued, an engine step does not end, or prefill sends no KV.
+#: Findings (rules.toml): requests are queued without progress, an engine step does not end, or prefill sends no KV.
 _QUEUE, _STEP, _PREFILL = "nothing-moves", "step-does-not-end", "decode-waits-for-prefill"
 
 
 class _Still(dict[tuple[str, str], "tuple[int, str, LogLine, str]"]):
-    """For each engine: (intervals without a token, text of the statistics, last line, name of the fitting record)."""
+    """For each engine: (intervals without a token, text of the statistics, last line, name of the fitting finding)."""
 
 
 @note("stats")
@@ -52,7 +52,7 @@ def _engine(line: LogLine) -> tuple[str, str]:
 
 
 def _stands(record: str, log: Diagnosis, line: LogLine | None) -> Answer | None:
-    """Return an answer if an engine has computed no token for IDLE intervals, and this record fits the engine.
+    """Return an answer if an engine has computed no token for IDLE intervals, and this finding fits the engine.
 
     At the end of a log, fewer intervals are enough for a note. An engine without progress logs its statistics only once
     at INFO, and then at DEBUG (loggers.py 0.12.0:194 to 0.32.0:272).

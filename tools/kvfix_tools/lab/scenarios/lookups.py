@@ -114,7 +114,7 @@ SCENARIOS = {
         # LMCache has evicted 256 tokens. vLLM still caches these tokens, but has too few free blocks for the request.
         # Later, other requests also take the blocks of the 256 tokens, and the load comes short.
         [do.serve("before", prompt(300)), do.evict(9), do.keep_blocks(20)],  # these 20 blocks include the cached prefix
-        [do.admit("r", prompt(600)), do.step()],  # match(288): the hit is 256, although LMCache has no chunk
+        [do.admit("r", prompt(600)), do.step()],  # match(288): LMCache counts 256 computed tokens as its hit
         [do.keep_blocks(0), do.step()],  # match(0): the lookup cache promises 256
         do.free_blocks(),
         shows="LAB002",

@@ -264,7 +264,7 @@ SCENARIOS: dict[str, Any] = {
             num_blocks=24, chunk_size=16, max_num_batched_tokens=16, states=True, separate_object_groups=True, delay=20
         ),
     ),
-    # Only the last of three blocks has a state. One object holds all KV groups of a chunk, so all chunks are stored.
+    # Only the last of three blocks has a state. The server stores all chunks, because each object has attention KV too.
     "mp-state-kept-null": _null_state(40, {"chunk_size": 16}),
     # A chunk has two blocks. vLLM keeps a state at the end of each step, here after 48 and 96 tokens, in the third and
     # the sixth block. The second chunk has the third block and the fourth block. The fourth block is null.
@@ -276,9 +276,9 @@ SCENARIOS: dict[str, Any] = {
         20, "The window moves on while a store is in flight: another request writes to the freed blocks."
     ),
     "mp-window-loaded-short": windows(
-        # For three MTP modules vLLM keeps two tokens before the window of 32. LMCache loads the last two blocks of "r".
-        # vLLM also keeps and caches the block of tokens 80 to 96, which LMCache does not load. "other", without a hit
-        # in LMCache, hits 112 tokens in vLLM and reads from token 81 on.
+        # With three MTP modules, vLLM keeps the window of 32 tokens and two tokens before the window. LMCache loads the
+        # last two blocks of "r". vLLM also caches the block of the two tokens (80 to 96), which LMCache does not load.
+        # "other", without a hit in LMCache, hits 112 tokens in vLLM and reads from token 81 on.
         [do.stored_elsewhere(prompt(128)), do.serve("r", prompt(160), max_tokens=2), do.lookups_fail(1)],
         do.admit("other", prompt(128) + prompt(40, seed=1), max_tokens=2),
         shows="LAB001 in KV group 1",
@@ -295,7 +295,7 @@ SCENARIOS: dict[str, Any] = {
         options=MP(num_blocks=40, windows=(16,), max_num_batched_tokens=64),
     ),
     "mp-window-stored-late": scenario(
-        # vLLM has cached 64 tokens, the server 128. The load fails. LMCache counts from 0, and stores 64 tokens late.
+        # vLLM has cached 64 tokens, the server 128. After the failed load, LMCache stores each chunk 64 tokens late.
         [do.serve("short", prompt(65)), do.stored_elsewhere(prompt(128))],
         [do.admit("r", prompt(400), max_tokens=2), do.step(2), do.lose_loads()],  # the load was in flight
         doc="After a failed load LMCache stores each chunk too late: other requests have the window's blocks by then.",
