@@ -29,7 +29,7 @@ WITHOUT = {
 }
 #: {requirement of a scenario: message if the connector, or the stand-in for it, does not meet this requirement}
 NEEDS = {
-    "alone": "the scenario is for one engine, but this connector needs two: only the fuzzer tests it",
+    "alone": "the scenario is for one engine. Only the fuzzer tests a connector that needs two engines",
     "multi": "the stand-in for this connector cannot be used in a MultiConnector",
     "uncached": "the connector does nothing without vLLM's prefix caching",
     "restart": "the stand-in for this connector has no storage that outlives an engine",

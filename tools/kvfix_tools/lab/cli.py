@@ -103,7 +103,7 @@ def fuzz_connector(
         sides = ["both", *(("prefill", "decode") if connector in PAIRS else ("one",) if connector in SHARED else ())]
         if fixes_in not in sides or (fixes_in != "both" and mode != "fix"):
             known = ", ".join(sides)
-            raise ValueError(f"no fixes in {fixes_in!r} for {connector} in mode {mode}; with mode fix, use: {known}")
+            raise ValueError(f"no --fixes-in {fixes_in} with {connector} in mode {mode}; use, with mode fix: {known}")
         runner.prepare(lmcache_path)
         if why := releases.cannot_play(connector):
             raise ValueError(f"not applicable: {why}; installed: {_versions(releases.versions())}")

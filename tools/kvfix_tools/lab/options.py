@@ -37,10 +37,10 @@ KNOWN = {
         {
             "lmcache": (
                 ">=0.4.4,<0.4.7",
-                "vLLM's copy does not import with earlier ones. With later ones it ends with a TypeError when the "
-                "engine starts: it hands ParallelStrategy seven arguments (vllm lmcache_mp_connector.py 0.32.0, "
-                "0.33.0:120) where 0.4.7 takes five (lmcache vllm_multi_process_adapter.py 0.4.7:284), and the adapter "
-                "a server_url (:131) where 0.5.0 to 0.5.6 take server_urls (0.5.6:673)",
+                "vLLM's copy does not import with earlier ones. With later ones the engine ends at its start "
+                "with a TypeError. The copy calls ParallelStrategy with seven arguments (vllm lmcache_mp_connector.py "
+                "0.32.0, 0.33.0:120) where 0.4.7 takes five (lmcache vllm_multi_process_adapter.py 0.4.7:284). It "
+                "calls the adapter with a server_url (:131) where 0.5.0 to 0.5.6 take server_urls (0.5.6:673)",
             ),
             "vllm": (">=0.22.0", "the copy in earlier ones was not tried"),
         },

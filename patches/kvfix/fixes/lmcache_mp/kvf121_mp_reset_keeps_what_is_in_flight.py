@@ -43,5 +43,5 @@ FIX = Fix(
     LMCACHE_MP.reset_cache(broken=">=0.5.6", probe=shows_bug, fix=fix),
     SCHEDULER.reset_connector_cache(broken=">=0.15.1", fix=fix_scheduler, helper=True),
     effect="wrong output",
-    no_patch={"lmcache": "chunks in use can be dropped only when their use ends: a change of the server's protocol"},
+    no_patch={"lmcache": "the server must drop chunks in use when their use ends, which changes its protocol"},
 )

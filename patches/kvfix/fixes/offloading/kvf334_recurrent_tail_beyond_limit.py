@@ -49,5 +49,5 @@ FIX = Fix(
     effect="crash",
     evidence={"KVR011": r"^(schedule|build_connector_meta): AssertionError$", "KVD988": ""},
     proof="tests/lab/test_offloading.py: the lab has no layers with recurrent state",
-    no_patch={"vllm": "it ends EngineCore: it goes to vLLM's private channel first (SECURITY.md)"},
+    no_patch={"vllm": "a client can end EngineCore: report the bug in vLLM's private channel first (SECURITY.md)"},
 )

@@ -44,7 +44,7 @@ def no_error(log: Diagnosis, line: LogLine | None) -> Answers:
         sentence = f"{log.counts['answered_500']} requests were answered with 500"
         yield "answers-500-without-error", Answer(sentence, sure=False, evidence=(answered,))
     if start is not None and not any(log.counts[name] for name in _STARTED):
-        sentence = "no process reports the end of its start after `Initializing a V1 LLM engine`"
+        sentence = "no process has logged that its start is complete after `Initializing a V1 LLM engine`"
         yield "start-without-an-end", Answer(sentence, sure=False, evidence=(start,), note=True)
 
 

@@ -13,7 +13,7 @@ _ANY = ("0.0.0.0", "::", "*")
 #: {first word of an error of Redis (server.c of Redis 7.4): remedy}. KVD874 has the remedy for all other errors.
 _REFUSALS = {
     "LOADING": "wait until redis-cli ping answers PONG, then start vLLM",
-    "READONLY": "the address of the primary in remote_url (redis-cli info replication: master_host)",
+    "READONLY": "set remote_url to the address of the primary (redis-cli info replication: master_host)",
 }
 
 

@@ -127,7 +127,7 @@ SCENARIOS: dict[str, Any] = {
         do.step(4),  # one step with the lookup, then three steps that ask again without enough blocks
         do.free_blocks(),
         shows="KVR007",
-        doc="Each poll of a waiting request counts its hit again as stored: the next tokens are never stored.",
+        doc="Each poll of a waiting request adds its hit to the stored tokens. LMCache never stores the next tokens.",
         wrong=">=0.4.5,<0.5.6",
     ),
     "mp-lookup-for-nothing": mp_scenarios(
@@ -257,7 +257,7 @@ SCENARIOS: dict[str, Any] = {
     ),
     "mp-state-freed-while-stored": states(
         do.admit("r", prompt(256), max_tokens=2),
-        doc="vLLM frees the block of a state during its store: the request writes a later state to the block.",
+        doc="While LMCache stores a state, vLLM frees its block, and the request writes a later state to the block.",
         shows="LAB001 is stored with wrong KV",
         not_in_hooks="the block is used again after the next step, when the store may have ended",
         options=MP(

@@ -103,7 +103,7 @@ SCENARIOS = {
         [do.admit("r", prompt(1100), max_tokens=8), do.step(), do.preempt("r")],
         do.keep_blocks(50),  # 800 tokens stay in the prefix cache, 1,024 are in LMCache
         [do.step(), do.free_blocks()],
-        doc="LMCache loads no hit this small, but still expects its tokens: EngineCore dies when the request resumes.",
+        doc="LMCache loads no hit below min_retrieve_tokens but expects its tokens. EngineCore dies at the resume.",
         shows="KVR011 Preempted request r has num_computed_tokens 800 but",
         options=LARGE(lmcache={"min_retrieve_tokens": 512}),
         needs={"lmcache": ">=0.3.14"},
