@@ -56,7 +56,7 @@ class Plan:
         return self.at
 
     def _is_passed(self, frame: Any, where: Line) -> bool:
-        """Return True if the line cannot raise: `try`, a bare name, a line in `finally`, or the end of a `with`."""
+        """Return True if `Plan` must not raise: at `try:`, at a line of `_cannot_fail`, or at a `with` that ends."""
         text = linecache.getline(*where).strip()
         if text == "try:" or where[1] in _cannot_fail(where[0]):
             return True
@@ -224,7 +224,7 @@ def counted(fix: Any, case: Case) -> Counted:
 
 
 def outcome(fix: Any, counted: Counted, line: Line, time: int, always: bool) -> str:
-    """Play the case, and raise at this line of the fix. Return the findings that do not occur without the fix."""
+    """Play the case, and raise at this line of the fix. Return a text with the findings not in `allowed`, or ""."""
     with planned(fix.code, line, time, always):
         found = counted.case.findings()
         raised = PLAN.raised

@@ -43,9 +43,10 @@ FAULTS: dict[tuple[str, str], Fault] = {}
 def fault(
     *shows: str, on: tuple[str, ...] = ("v1", "mp"), at: str = "", schedule: Plant | None = None, **options: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a fault for the setups `on`. options: changed options of setups, as `mp_real={...}` or `every={...}`.
+    """Register a fault for the setups `on`. at: path from the engine to the replaced method (`*`: each list item).
 
-    at: path from the engine to the replaced method (`*`: each list item). The fault gets engine, method and arguments.
+    With `at`, `plant` gets the engine, the method and its arguments. Without `at`, `plant` gets only the engine.
+    options: {setup, with `_` for `-`: its changed options}. The key `every` is for all other setups.
     """
     by_setup = {name.replace("_", "-"): each for name, each in options.items()}
 
@@ -209,7 +210,7 @@ OF_RANKS = steps(
     do.run(),
 )
 _FORGET = do.run(), do.step(5), [do.on(engine, "reset_prefix_cache") for engine in ("prefill", "decode")]
-#: Decode loads a prompt three times: from prefill, from decode's second connector, and when both have the prompt.
+#: Decode gets a prompt three times. Its KV is first in prefill, then in decode's second connector, and then in both.
 OF_MULTI = steps(
     [do.ask("a", prompt(100), 5), _FORGET],
     [do.ask_decode("b", prompt(100), 5), _FORGET],  # the second connector has this prompt

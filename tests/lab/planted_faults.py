@@ -140,7 +140,7 @@ rows({
     # the worker does not wait for copies of blocks that vLLM gives to other requests
     "a_store_is_not_waited_for": ("connector.offloading.ranks.0.connector.worker.wait",
         lambda *_: None, "LAB001 OffloadingConnector stores"),
-    # the connector keeps a request's state as long as a store of the request is in flight
+    # the connector deletes a request's state after the report of its last job. The fault keeps all states
     "a_job_is_never_reported": ("",
         lambda engine: _keep(engine.connector.offloading.scheduler, "_req_status"), "KVR009 _req_status"),
 }, on=OFFLOADING)  # fmt: skip

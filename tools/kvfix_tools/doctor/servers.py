@@ -1,4 +1,4 @@
-"""Read facts about LMCache servers from their commands on this machine and from their HTTP ports (http_apis 0.5.6)."""
+"""Read facts about LMCache servers from their commands on this machine and from their HTTP APIs (LMCache 0.5.6)."""
 
 import contextlib
 import http.client

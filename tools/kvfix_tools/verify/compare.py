@@ -18,7 +18,7 @@ from typing import NamedTuple
 #: share, and the test of fresh prompts (`Judge.needed`) the other half.
 FALSE_ALARMS = 1e-4
 MARGIN = 2.0
-TOO_NOISY = 2.0  # in nats. If noise moves a log probability by more than this, the run proves nothing
+TOO_NOISY = 2.0  # in nats. If the limit (MARGIN times the noise) is above this value, the run proves nothing
 FAR = 20.0  # a difference above this multiple of the largest control is not noise, even if new prompts differ less
 SPARE = 2  # number of fresh prompts (`Judge.needed`) that need not differ
 SMALLEST = -9999.0  # vLLM's smallest log probability. kvfix also uses it for NaN
@@ -49,7 +49,7 @@ def difference(computed: Answer, cached: Answer) -> Difference:
     largest = Difference(0.0, 0)
     for position, (one, other) in enumerate(zip(computed.logprobs, cached.logprobs, strict=False)):
         for token in {*one, *other}:
-            # A token missing in `one` or `other` has at most the smallest value there, so `size` is a lower bound.
+            # If an answer does not list the token, its value there is at most the smallest. So `size` is a lower bound.
             left = one.get(token, min(one.values(), default=0.0))
             right = other.get(token, min(other.values(), default=0.0))
             is_known = token in one and token in other

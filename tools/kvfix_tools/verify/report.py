@@ -14,8 +14,7 @@ from kvfix_tools.verify.prompts import Prompt, Sizes
 
 SAME, DIFFERENT, REFUSED, NOTHING_PROVEN = 0, 1, 2, 77
 VERDICTS = {SAME: "same", DIFFERENT: "different", REFUSED: "refused", NOTHING_PROVEN: "nothing proven"}
-#: In each mode, kvfix sends all prompts again, so that vLLM takes KV from the connector. ALONE: one request at a time.
-#: UNDER_LOAD: all requests at once.
+#: In each mode, kvfix sends all prompts again, to get KV from the connector: one at a time, or all at once.
 ALONE, UNDER_LOAD = "alone", "under load"
 MODES = (ALONE, UNDER_LOAD)
 #: Possible reasons why too few tokens came from the connector.

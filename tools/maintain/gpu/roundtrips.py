@@ -1,6 +1,6 @@
 """The stages that run `kvfix roundtrip`. All runs of a stage are in one process, which imports torch only once.
 
-If a run makes the GPU fail, the later runs of the process fail too. So separate stages run LMCache without fixes.
+Without fixes, LMCache may make the GPU fail for its whole process. So runs with fixes use other processes.
 """
 
 import os

@@ -106,7 +106,7 @@ def serve(done: stages.Steps, folder: Path, device: str, servers: dict[str, Any]
 
 
 def load(port: int, requests: int, clients: int, seed: int) -> float:
-    """Return the seconds for the requests. Every second prompt is from the previous run, so that its KV is cached."""
+    """Return the seconds for the requests. No prompt repeats a prompt of the previous run."""
     prompts = [real_engine.prompt(PROMPT, (seed - number % 2) * requests + number + 1) for number in range(requests)]
 
     def ask(tokens: list[int]) -> None:

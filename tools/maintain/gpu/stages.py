@@ -101,7 +101,7 @@ def outcome(result: dict[str, Any]) -> str:
 
 
 def figures(result: dict[str, Any]) -> str:
-    """Return the figures of all steps. If no step was checked, return the last line that the stage printed."""
+    """Return the figures of all steps. If the stage exits with 77 or has no steps, return its last line on stderr."""
     last = (result["messages"].strip().splitlines() or ["no output"])[-1]
     if result["exit"] == NOT_HERE:
         return str(last)

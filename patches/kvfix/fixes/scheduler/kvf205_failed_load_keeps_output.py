@@ -97,7 +97,7 @@ def compute(impl: Any, request: Any, num_computed_tokens: int) -> Any:
     return instead(0)
 
 
-# Up to 0.26, vLLM can drop only the output of one step in flight, and only for all requests (`reset_prefix_cache`).
+# Up to 0.26, vLLM can drop outputs in flight only for all running requests together (`reset_prefix_cache`).
 
 #: Attribute of a scheduler: {request: the first step whose output is valid again; None until that step}.
 _VALID_FROM = "_kvfix_valid_from"
