@@ -63,7 +63,7 @@ def test_a_wrapper_that_fails_changes_nothing(found: Fix, caplog: Any) -> None:
 UNFIT = ("KVF007", "KVF011", "KVF014", "KVF017", "KVF019", "KVF026", "KVF030", "KVF033", "KVF034")
 KNOWN = fingerprints()
 PLAYED = [name for name in KNOWN["lmcache"]["releases"] if Version(name) >= Version("0.3.10")]
-#: Fixes whose probe calls other functions than the fixed one. KVF330 acts only after the scheduler has set `_TOLD`.
+#: Fixes with which a probe may still show the bug: they act in another function, or (KVF330) only after `_TOLD` is set.
 BLIND = [
     "KVF029", "KVF037", "KVF038", "KVF106", "KVF112", "KVF117", "KVF201", "KVF220", "KVF221", "KVF330", "KVF367",
     "KVF373",

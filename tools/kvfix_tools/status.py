@@ -17,9 +17,9 @@ from kvfix.fixes.record import EFFECTS, Fix, Target
 from kvfix_tools import fix_overview, screen
 from kvfix_tools.command_options import Json, Names, flag, value
 
-#: Verdicts of bugs that the installation has and that are not fixed in this process. Each verdict causes exit code 1.
+#: Verdicts that cause exit code 1. The other verdicts, including "opt-in", do not cause it.
 FINDINGS = ("refused", "unknown", "unfixable", "applicable")
-#: Verdicts of all bugs that the installation has, including bugs that are fixed in this process.
+#: Verdicts of all bugs that the installation has or may have, including bugs that are fixed in this process.
 _PRESENT = ("refused", "unknown", "unfixable", "applicable", "opt-in", "applied")
 _WIDTH = 80  # columns of the overview and of the rows, also on a wider terminal
 _LINES = 24

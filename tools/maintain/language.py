@@ -1,8 +1,7 @@
 """Check that texts are plain English: `python -m maintain language`, which `make lint` runs.
 
-The command prints `file:line: problem`, and exits with 1 if anything is wrong. It reads the files of PAGES, and
-the docstrings in the files of MODULES. It skips tables, headings and code blocks. A code span and a link each count as
-one word.
+The command prints `file:line: problem`, and exits with 1 if anything is wrong. It reads PAGES and the docstrings of
+MODULES, but no tables, headings or code blocks. A code span, or an address without a link text, counts as one word.
 """
 
 import ast

@@ -3,7 +3,7 @@
     python -m maintain peers [lmcache|vllm] [--mode fix|strict] [--anew]
 
 `--anew` runs the tests (.cache/peers) without kvfix, and writes the tests that do not pass to
-tests/peers/<dist>-<release>.json. A test that fails only with kvfix runs again alone, with kvfix and without kvfix.
+tests/peers/<dist>-<release>.json. Tests that fail only with kvfix run again in one process, with kvfix and without.
 tests/peers/exceptions.json names tests that must fail with kvfix, and why. Exit 1 if any other test fails in both
 runs with kvfix but not without kvfix, or if a test of exceptions.json does not fail. Also exit 1 if a test was not run.
 """

@@ -83,7 +83,7 @@ class Options:
     lose: str = ""
     #: Number of layers of each KV group. Only a connector outside KNOWN can have more than one layer.
     layers: int = 1
-    #: Play v1 in a MultiConnector, next to another connector that vLLM asks first (connector.py).
+    #: Play the connector in a MultiConnector, next to another connector that vLLM asks first (connector.py).
     beside: bool = False
     #: Play OffloadingConnector (offloading.py) in a MultiConnector, as "first" or "last" child. "": do not play it.
     offloading: str = ""
@@ -115,7 +115,7 @@ class Options:
     reserve_full_isl: bool = True
     #: Order of requests: fcfs, or priority.
     policy: str = "fcfs"
-    #: Sizes of sliding windows, in tokens. Each window adds a KV group. mp and OF_VLLM only.
+    #: Sizes of sliding windows, in tokens. Each window adds a KV group, so the connector must have SupportsHMA.
     windows: tuple[int, ...] = ()
     #: A block in the KV group of a window has this many times the tokens of a full-attention block.
     window_blocks: int = 1

@@ -6,7 +6,7 @@ engine needs, the decode engine's worker dies with `AssertionError` in `_apply_p
 
 Cause: After a prefix hit, `_apply_prefix_caching` takes the blocks for the rest of the prompt from the end of the
 prefill engine's list (base_worker.py 0.32.0:3461). The pairs are right only if both lists end at the same token. If the
-router does not set `max_tokens` to 1 and the generated tokens need a new block, prefill's list is one block too long.
+router does not set `max_tokens` to 1 and the generated tokens need a new block, prefill's list is too long.
 
 Fix: Before a read, the fix removes blocks after the prompt from the prefill engine's list, so that both lists end at
 the same token. If this list is too short, the load fails, and `kv_load_failure_policy` decides. The fix does nothing

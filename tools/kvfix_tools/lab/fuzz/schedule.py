@@ -31,7 +31,7 @@ _SOMETIMES = {
     "roles": {"configured": 6, "stored_elsewhere": 3},
     "stops": {"server_stops": 1, "server_goes_on": 5},
 }
-#: Steps that are drawn only if vLLM's OffloadingConnector is the only connector.
+#: Steps that are also drawn if OffloadingConnector or SimpleCPUOffloadConnector is the only connector.
 _OFFLOADING = {"fail_store": 2, "configured": 3}
 _SIMPLE_OFFLOAD = {"fail_store": 2}
 _OTHERS = ("lose_loads", "lose_stored", "new_weights", "server_restarts", *_ASYNCHRONOUS, *_MULTI_CONNECTOR)
@@ -74,7 +74,7 @@ def draw(
     """Draw the schedule of this seed.
 
     - plain: use LMCache's default options, and no aborts, failed loads, evictions or sessions
-    - lacks: settings and options that the installed releases do not have
+    - lacks: settings, options, features and steps that this function does not draw
     - real_server: draw options for a real server, and restarts of the server
     """
     if connector in PAIRS:

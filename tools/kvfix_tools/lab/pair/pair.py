@@ -54,7 +54,7 @@ class Pair(Engines):
         self.malformed: list[str] = []
         #: {request: its stop token}
         self._stops: dict[str, int] = {}
-        #: {router's id of a request: number of suffixes used}. Like vLLM, the lab adds a new suffix for each engine id.
+        #: {router's id of a request: number of suffixes used}. As in vLLM, each request in an engine gets a new suffix.
         self._ids: Counter[str] = Counter()
         self.seconds = 0.0
         self._counts: Counter[str] = Counter()
@@ -375,7 +375,8 @@ class Neighbours(Engines):
         """Return the engines that play `step`. For most steps, `number` or the new request selects one engine."""
         kind = step[0]
         if kind in ("step", "new_weights"):
-            return self.engines if kind == "step" else ()  # new weights must reach both engines at the same time
+            # No engine plays new_weights, because the weights of both engines must change at the same time.
+            return self.engines if kind == "step" else ()
         if kind in ("admit", "configured", "session"):
             number = int(step[1].removeprefix("r"))
         if kind == "evict" and step[2]:
