@@ -31,7 +31,7 @@ PROMPTS = 96
 #: SHORT: prompts in a run of the clients. TURNS: measured runs of each server, after one run that warms the server up.
 #: The speed of a shared host changes by a third within seconds. So the servers take turns in many short runs.
 SHORT, TURNS = 16, 60
-#: Number of tokens of a prompt, and of generated tokens. 32 blocks of 32 tokens hold three requests of this size.
+#: Number of tokens of a prompt, and of generated tokens. 32 blocks of 32 tokens hold only two such requests.
 INPUT, OUTPUT = 300, 40
 SIZES = {"num-gpu-blocks-override": 33, "max-num-batched-tokens": 352}
 

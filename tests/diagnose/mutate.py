@@ -28,7 +28,7 @@ RUBBISH = [
 
 @lru_cache(maxsize=1)
 def corpus() -> list[bytes]:
-    """Find lines that contain a text of the scanner (NEEDLES). Return the first and the last ones of each real log."""
+    """Return recorder.jsonl, and of each real log the first 20 and the last 40 lines that contain one of NEEDLES."""
     lines: list[bytes] = (LOGS / "recorder.jsonl").read_bytes().splitlines()
     for path in sorted(LOGS.glob("*.gz")):
         texts = gzip.decompress(path.read_bytes()).split(b"\n")

@@ -94,7 +94,7 @@ def test_the_fixes_act_in_that_engine_alone(connector: str, fixes_in: str) -> li
     [
         # KVF353 is opt-in because both engines need it. If one engine lacks it, the engines count tokens differently.
         ("nixl-pull", 1, "KVF353", [True, True, True]),
-        # With KVF364, requests end earlier. Other loads then share a message, and these loads show the KVF369 bug.
+        # With KVF364, requests end earlier, so one message asks for other loads. This message shows KVF369's bug.
         ("mooncake-multi", 35, "KVF364", [True, False, False]),
     ],
 )

@@ -35,7 +35,7 @@ def ran(cell: Cell, fault: str | None = None) -> Result:
 @pytest.mark.parametrize(("axis", "value"), SOME)
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "missing-event"])
 def test_a_fault_is_named(fault: str, axis: str, value: str) -> None:
-    """A word encodes its generation, layer, slot and head in 63 bits. So eight elements of eight bits form one word."""
+    """A word has eight bytes, as its identity has 63 bits. With an 8-bit dtype, eight elements form one word."""
     result = ran(Cell("torch", **{axis: value}), fault)
     assert result.verdict == "failed"
     assert {kind for finding in result.findings for kind in finding.classes} == {FAULTS[fault]}

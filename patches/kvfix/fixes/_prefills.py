@@ -1,7 +1,7 @@
 """Code that the fixes for NixlConnector and MooncakeConnector share. It handles decode requests with a remote prefill.
 
 Only the first request that asks for the blocks of a prefill gets the blocks (KVF340, KVF363, KVF367). kvfix keeps only
-hashes of ids, because a client may choose long ids. If two hashes are equal, the later request computes its prompt.
+hashes of ids, because ids may be long. If two prefills have equal hashes, the later request computes its prompt.
 """
 
 from collections import OrderedDict

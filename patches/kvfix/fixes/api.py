@@ -87,8 +87,8 @@ LOCAL_DISK_BACKEND = Owner("lmcache", "lmcache.v1.storage_backend.local_disk_bac
 GPU_CONNECTOR_V2 = Owner("lmcache", "lmcache.v1.gpu_connector.gpu_connectors", "VLLMPagedMemGPUConnectorV2", "V2")
 GPU_CONNECTOR_V3 = Owner("lmcache", "lmcache.v1.gpu_connector.gpu_connectors", "VLLMPagedMemGPUConnectorV3", "V3")
 
-# LMCache's multi-process connectors. LMCache 0.4.4 to 0.5.5 also have the connectors `_0180` and `_0201` for older
-# vLLM, which the user selects with `kv_connector_module_path`. vLLM has its own copy of the connector.
+# LMCache's multi-process connectors. For older vLLM, the user selects `_0180` (LMCache 0.4.4 to 0.5.5) or `_0201`
+# (0.4.5 to 0.5.5) with `kv_connector_module_path`. vLLM has its own copy of the connector.
 _MP = "lmcache.integration.vllm.lmcache_mp_connector"
 LMCACHE_MP = Owner("lmcache", _MP, "LMCacheMPConnector", "LMCache")
 LMCACHE_MP_0201 = Owner("lmcache", f"{_MP}_0201", "LMCacheMPConnector", "lmcache_mp_connector_0201")

@@ -160,7 +160,7 @@ class _Builder:
             hit = max(row["hit"] or 0, -(-row["computed"] // self._chunk) * self._chunk)
             self._do("stored_elsewhere", self._numbers[row["id"]], hit)
             self._admit(row, row["total"])
-            self._do("step")  # vLLM admits requests in the order of their arrival
+            self._do("step")  # so vLLM admits this request before the next one arrives
         for row in sorted(running, key=lambda row: row["computed"] < row["prompt"]):
             self._admit(row, row["computed"] if row["computed"] >= row["prompt"] else row["total"])
         blocks, done = self.lab.model.blocks, self._computed

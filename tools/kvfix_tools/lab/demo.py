@@ -80,7 +80,7 @@ def show(released: Result, fixed: Result) -> None:
 
 
 def _cells(result: Result) -> dict[int, list[str]]:
-    """Return {step: lines of the step's cell}. Omit leaks (`Left`). `show` prints only leaks of the run with kvfix."""
+    """Return {step: lines of the step's cell}. Omit leaks (`Left`), which `show` prints only for the run with kvfix."""
     cells: dict[int, list[str]] = {}
     for step, event in result.log:
         if not isinstance(event, ev.Left):

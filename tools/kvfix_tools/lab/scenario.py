@@ -41,7 +41,7 @@ class Scenario:
     - needs: {distribution: PEP 440 specifiers} of the releases that can play the schedule; {}: all that the lab plays
     - wrong: {distribution: PEP 440 specifiers} of the releases with the bug; {}: all that can play the schedule. On a
       release without the bug, the schedule must have no finding.
-    - not_in_hooks: why kvfix, which watches only hooks in a real engine, does not report the bug; "": kvfix reports it.
+    - not_in_hooks: why kvfix does not report the bug in a real engine, where it sees only hooks; "": kvfix reports it.
       Default: "" if `rule` is a rule of the ledger, and a reason if `rule` is a rule of the lab.
     - hooks_rule: the rule that kvfix reports from the hooks, if kvfix reports another rule than `rule`
     - hooks_releases: the LMCache releases in which kvfix reports the bug; (): all releases
@@ -119,7 +119,7 @@ def mp_scenarios(
 ) -> tuple[Scenario, Scenario]:
     """Return scenarios with these steps for LMCache's multi-process connector and for vLLM's copy of it.
 
-    wrong: releases of LMCache that have the bug. vLLM's copy has the bugs of LMCache 0.4.4 to 0.4.6.
+    wrong: releases of LMCache whose own connector has the bug. vLLM's copy runs only with LMCache 0.4.4 to 0.4.6.
     vllm: releases of vLLM that show the bug. options: fields of `Options`. more: fields of `Scenario`.
     """
     sizes = {"num_blocks": 60, "max_num_batched_tokens": 256, **(options or {})}

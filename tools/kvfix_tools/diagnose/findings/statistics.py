@@ -7,7 +7,7 @@ from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.findings import FUNCTIONS, Answer, Answers, decides, finding, note
 from kvfix_tools.diagnose.log_line import Fields, LogLine
 
-#: Number of statistics intervals (10 s each) with requests, but without a computed token, that a finding needs.
+#: A finding needs this number of statistics intervals (10 s each) with requests, but no computed token.
 IDLE = 3
 #: With these connectors, a decode instance loads only the blocks that a request names.
 BY_REQUEST = {"NixlConnector", "NixlPushConnector", "MooncakeConnector", "MoRIIOConnector"}

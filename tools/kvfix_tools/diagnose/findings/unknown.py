@@ -1,4 +1,4 @@
-"""Find failures at the end of a log that no other finding explains.
+"""When a log ends, find failures that no other finding explains.
 
 A failure is an unknown error, an engine that does not finish its start, or a server that answers with HTTP status 500.
 """
@@ -61,7 +61,7 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
 
 
 def _of_error(log: Diagnosis, first: LogLine) -> tuple[Problem | None, Answer]:
-    """Return (known problem with key `general` that fits the first error, or None; answer about the error)."""
+    """Return (problem, answer) for the first error. problem: the `general` known problem that fits, or None."""
     heading = log.failures.heading if not first.fields.get("frames") else None
     general = problems.general(first) or (problems.general(heading) if heading is not None else None)
     return general, Answer(
@@ -105,7 +105,7 @@ def _is_fatal(log: Diagnosis, first: LogLine) -> bool:
 
 
 def _of_the_end(log: Diagnosis) -> tuple[Problem | None, Answer | None]:
-    """Return (record, answer) if the log has no first error, but quotes a worker's exception or reports a death."""
+    """Return (problem, answer) if the log has no first error, but quotes a worker's exception or reports a death."""
     quoted, death = log.failures.quoted, log.failures.death
     if any(found.severity is Severity.CRASH for found in log.findings) or log.failures.first is not None:
         return None, None
@@ -152,5 +152,5 @@ def _what(log: Diagnosis, line: LogLine) -> str:
 
 
 def _evidence(log: Diagnosis, first: LogLine) -> tuple[LogLine, ...]:
-    """Return the line with the error, then the last line of each process."""
+    """Return the line with the error, then the last lines of up to four processes."""
     return (first, *[line for line in log.failures.last.values() if line is not first][:4])

@@ -22,7 +22,7 @@ Pieces = Iterable[tuple[int, int, int]]  # (source address, target address, size
 
 
 class SharedBlock(Block):
-    """A block with its slots in shared memory."""
+    """A block whose slots are in the tensor that all connectors of a rank share."""
 
     def __init__(self, slots: Any) -> None:
         self._slots = slots

@@ -39,7 +39,7 @@ SCENARIOS = {
         options=Options(chunk_size=32, max_num_batched_tokens=256, async_scheduling=True),
     ),
     "failed-load-keeps-output": since_0_4_1(
-        # The load brings none of the 160 promised tokens, and vLLM rolls the request back to token 0.
+        # The load brings none of the 192 promised tokens, and vLLM rolls the request back to token 0.
         [do.store("first", prompt(192)), do.fail_load("r"), do.admit("r", prompt(193), max_tokens=8)],
         doc="A load fails while the next step is in flight: vLLM keeps the token of that step.",
         shows="LAB008 is not what the model says",

@@ -65,8 +65,8 @@ SCENARIOS = {
     "async-late-answer-left": asynchronous(
         [do.stored_elsewhere(prompt(256)), do.slow_lookups(3), do.admit("r", prompt(300))],
         [TIMED_OUT, do.slow_lookups(0)],
-        do.serve("next 1", prompt(300, seed=1)),  # the late answer arrives; another lookup would remove the answer
-        do.admit("next 2", prompt(300, seed=2)),
+        do.serve("next 1", prompt(300, seed=1)),  # the late answer arrives
+        do.admit("next 2", prompt(300, seed=2)),  # with KVF011, at the latest this lookup removes the late answer
         doc="A lookup times out and the request ends without it: LMCache keeps the late answer and the fetched chunks.",
         shows="KVR009 fetched chunks of the worker",
         not_in_hooks=WORKER,

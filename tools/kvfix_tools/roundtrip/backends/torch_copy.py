@@ -113,7 +113,7 @@ def layers(tensors: list[torch.Tensor], geometry: Geometry) -> list[torch.Tensor
 
 
 def paged(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
-    """View a layer as int64 words: [blocks, block, K and V, heads, words]. On the CPU, torch cannot index fp8."""
+    """View a layer as int64 words: [blocks, slots, K and V, heads, words]. On the CPU, torch cannot index fp8."""
     name, held = geometry.layout.name, tensor.view(torch.int64)
     words, heads, two = geometry.row_words, geometry.heads, geometry.planes
     if name == "mla":
