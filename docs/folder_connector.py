@@ -1,6 +1,6 @@
 """A connector that keeps the KV of each block in a separate file. It passes `kvfix conform`.
 
-It works for one worker. With several, each rank needs its own folder, and a hit is what all ranks have stored.
+It works for one worker. With several, give each rank its own folder, and promise only blocks that all ranks stored.
 """
 
 import os

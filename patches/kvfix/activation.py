@@ -101,7 +101,7 @@ def status() -> list[FixRow]:
 
 
 def load() -> None:
-    """Activate the configuration that the environment holds, if any. vLLM's plugins and `kvfix run` call this function.
+    """Activate the configuration in the environment, if any. vLLM's plugin loader and `kvfix run` call this function.
 
     vLLM calls this function in each of its processes, and does not catch exceptions. So this function never raises.
     """

@@ -21,7 +21,7 @@ from tests.conftest import RELEASES, Once, answers
 from tests.engine_state import wedged
 
 STEP = 5.0  # seconds by which each step advances the clock; twelve steps make the limit of 60 s
-#: A function `step` whose file has the name of EngineCore's file. `step(code)` runs `code` as in a step of EngineCore.
+#: A function `step` whose file has the name of EngineCore's file. `step(call)` runs `call` as in a step of EngineCore.
 _CORE: dict[str, Any] = {}
 exec(compile("def step(call):\n    return call()", "/vllm/v1/engine/core.py", "exec"), _CORE)
 
@@ -84,7 +84,7 @@ def wedge(name: str) -> dict[str, Any]:
 
 @answers([0.0, 0.0, 0.0, True, 0.0])
 def test_engines_that_do_not_hang() -> list[float]:
-    """Return the seconds until a report for engines that idle, work, wait in a step, wait outside steps, and pause."""
+    """Idle, work, wait in a step, wait outside steps, and pause. The watchdog reports only the wait outside steps."""
     prepare()
     engine = wedged._engine(Options(connector="mp", delay=3, num_blocks=48, chunk_size=64))
 

@@ -1,4 +1,4 @@
-"""Make engines of the lab, in a fork with vLLM. `python -m tests.engine_state.wedged NAME` runs one in a loop."""
+"""Make engines of the lab, in a process with vLLM. `python -m tests.engine_state.wedged NAME` runs one in a loop."""
 
 import json
 import sys
@@ -144,7 +144,7 @@ def with_recorder() -> dict[str, Any]:
 
 
 def asked_and_needed(windows: tuple[int, ...], reserve: bool) -> list[tuple[int | None, int]]:
-    """Return (`needs`, vLLM's own count of blocks) for each attempt to admit a request while no request runs."""
+    """Return (kvfix's, vLLM's count of needed blocks) for each attempt to admit a request while no request runs."""
     engine = _engine(replace(MP, delay=2, num_blocks=72, windows=windows, max_num_batched_tokens=128))
     scheduler, found = engine.scheduler, []
     scheduler.scheduler_reserve_full_isl = reserve

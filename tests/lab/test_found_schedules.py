@@ -50,7 +50,7 @@ def test_a_failed_load_of_another_request_computes_nothing_anew() -> list[bool]:
 @pytest.mark.parametrize("release", ["0.4.6", "0.5.6"])
 @answers([8, 4, 8], [8, 4, 8], also="release")
 def test_a_resumed_request_of_a_kv_producer_leaves_no_hole() -> list[int]:
-    """LMCache also stores tokens that the metadata exclude (0.5.6 vllm_v1_adapter.py:1152). Return the chunk counts."""
+    """For a kv_producer, LMCache ignores `can_save` (vllm_v1_adapter.py 0.5.6:1152). Return the chunk counts."""
     options = Options(kv_role="kv_producer", block_size=16, chunk_size=16, num_blocks=40, max_num_batched_tokens=512)
     engine = late.LabEngine(options)
     engine.admit("r", prompt(128), max_tokens=8)

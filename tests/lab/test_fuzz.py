@@ -165,7 +165,7 @@ AGAIN = 8
 
 
 def fuzzed(connector: str, plain: bool, mode: str, seeds: list[int], only: str) -> list[Any]:
-    """Play schedules with the option `only` ("": all). Return [violations, counts] of each schedule, in two rounds."""
+    """Return [violations, counts] of each schedule with the option `only`. "": of all schedules, then of round two."""
 
     def played(seeds: list[int]) -> list[Any]:
         done = map(late.play, (each for each in run.schedules(seeds) if not only or getattr(each.options, only)))

@@ -1,4 +1,4 @@
-"""`kvfix explain`: print the text of a fix (KVF), a rule (KVR, LAB), a finding in logs or a known problem (KVD)."""
+"""`kvfix explain`: print the text of a fix (KVF), a rule (KVR, LAB), or a known problem that logs can show (KVD)."""
 
 import functools
 import inspect
@@ -33,7 +33,7 @@ class Entry(NamedTuple):
 
 @functools.cache
 def entries() -> tuple[Entry, ...]:
-    """Return every entry. A fix comes before a finding of the same name."""
+    """Return every entry. A fix comes before a known problem of the same name."""
     of_rules = (*map(_of_rule, RULES), *map(_of_rule, lab_rules.RULES))
     return *map(_of_fix, catalogue.fixes()), *of_rules, *map(_of_problem, known_problems())
 

@@ -52,7 +52,7 @@ class Machine:
         return (self._root / "dev/nvidiactl").exists() or (self._root / "dev/dxg").exists()
 
     def _cgroup_limits(self) -> Iterator[tuple[int, str]]:
-        """Yield (limit, file) of this process's cgroup and all its parents. A container's cgroup is the top folder."""
+        """Yield (limit, file) of this process's cgroup and its parents. A container's own cgroup is /sys/fs/cgroup."""
         for line in self._text("proc/self/cgroup").splitlines():
             number, _, rest = line.partition(":")
             controllers, _, path = rest.partition(":")
@@ -99,7 +99,7 @@ def connects(host: str, port: int) -> str:
 
 
 def redis_refuses(host: str, port: int) -> str:
-    """Return Redis's error answer to PING, or READONLY for a replica, or "" without an error or a connection."""
+    """Return the error with which Redis answers PING, or READONLY for a read-only replica; else ""."""
     try:
         with socket.create_connection((host, port), 1.0) as connection:
             connection.sendall(b"PING\r\n")

@@ -35,10 +35,10 @@ _DRAWN = {
     "new_weights": {"vllm": ">=0.15.1"},  # earlier releases cannot reset a connector's cache
     # in earlier releases, a waiting request without blocks can block loaded requests behind it for ever (KVF903)
     "policy": _SINCE_0_32,
-    # earlier connectors report no failed requests, and vLLM raises (KVF207)
+    # earlier connectors report no failed requests, so with several KV groups vLLM raises at a failed load (KVF207)
     "windows": _SINCE_0_5_6,
     "states": _SINCE_0_5_6,
-    "context": _SINCE_0_5_6,  # LMCache's connector supports DCP since 0.5.5
+    "context": _SINCE_0_5_6,  # LMCache 0.5.5 also supports DCP, but the lab does not draw it
     "offloading": _SINCE_0_5_6,
     "ranks": {**_SINCE_0_32, "lmcache": ">=0.4.5"},
 }
@@ -65,7 +65,7 @@ def code() -> str:
 
 
 def _without_texts(source: bytes) -> bytes:
-    """Return the code of a module without its comments and docstrings."""
+    """Return the code of a module without comments and docstrings. Docstrings of `async def` functions are kept."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node, clean=False):

@@ -1,6 +1,6 @@
 """`kvfix lab replay FILE`: play the events of an engine's recorder file in the lab, as far as possible.
 
-The file lacks prompts, and steps without events. The lab invents prompts, and makes steps until an event occurs.
+The file has no prompts, and no steps that had no event. The lab invents prompts, and makes steps until an event occurs.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ def kinds(findings: list[Finding]) -> list[list[str]]:
 
 
 def options(found: recording.Recording) -> Options:
-    """Return options with enough blocks. Raises ValueError if the file has no engine sizes or no connector of KINDS."""
+    """Return options with enough blocks. Raises ValueError unless one scheduler has sizes and a connector of KINDS."""
     lines = [line for line in found.connectors.values() if line.get("role") == "SCHEDULER"]
     known = [line for line in lines if line["name"] in KINDS and line.get("sizes")]
     if len(known) != 1:
@@ -124,7 +124,7 @@ class _Player:
             self._compute(request, event.computed + event.tokens)
 
     def _preempted(self, event: ev.Preempted, later: list[Event]) -> None:
-        """Make steps until the request has as many tokens as its next event Asked names. Then preempt the request."""
+        """Make steps until the request reaches the token counts of its next `Asked` event. Then preempt the request."""
         request = self.engine.requests.get(event.request)
         asked = next((each for each in later if isinstance(each, ev.Asked)), None)
         if request is None or request not in self.engine.scheduler.running:

@@ -48,7 +48,7 @@ class Result(NamedTuple):
 
 
 def prepare(lmcache_path: str | None, needs: Sequence[str] = ("vllm", "lmcache")) -> None:
-    """Put the LMCache in `lmcache_path` first on sys.path, and turn logs off. Call this before LMCache is imported.
+    """Put `lmcache_path` first on sys.path, and set environment variables. Call this before LMCache is imported.
 
     needs: distributions that must be installed. Raises ValueError if one of them is missing or the path is wrong.
     """
@@ -63,7 +63,7 @@ def prepare(lmcache_path: str | None, needs: Sequence[str] = ("vllm", "lmcache")
     os.environ.setdefault("LMCACHE_DISABLE_BANNER", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    # Without this setting vLLM uses model runner V2 if it finds Triton. V2 changes the results of a seed (model.Group).
+    # Without this setting vLLM uses model runner V2 if it finds Triton. V2 changes a seed's results (options.py).
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     for dist in needs:
         if installed_source.package_dir(dist) is None:

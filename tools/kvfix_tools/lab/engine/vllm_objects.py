@@ -93,7 +93,7 @@ def _connector(name: str, extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def _offloading(options: Options, folder: str = "") -> dict[str, Any]:
-    """Return the settings of OffloadingConnector, with CPU memory for about as many blocks as the GPU has.
+    """Return the settings of OffloadingConnector. The CPU has about `cpu_blocks` blocks (0: as many as the GPU).
 
     By default a chunk has one or two blocks. A chunk fills whole memory pages. folder: root directory of a file tier.
     """
@@ -109,7 +109,7 @@ def _offloading(options: Options, folder: str = "") -> dict[str, Any]:
 
 
 def _simple_offloading(options: Options) -> dict[str, Any]:
-    """Return the settings of SimpleCPUOffloadConnector, with CPU memory for about as many blocks as the GPU has."""
+    """Return the settings of SimpleCPUOffloadConnector. The CPU has `cpu_blocks` blocks (0: as many as the GPU)."""
     memory = max(2, options.cpu_blocks or options.num_blocks) * page_bytes(options) * options.ranks
     return _connector("SimpleCPUOffloadConnector", {"cpu_bytes_to_use": memory, **options.extra})
 
