@@ -110,7 +110,7 @@ def code_of(case: Callable[..., Any], arguments: tuple[Any, ...], fixes: Fixes) 
 
 
 class ForkServer:
-    """A process that has imported vLLM and torch, but not LMCache or kvfix. It runs each call in a separate fork."""
+    """A process that has imported vLLM and torch, and has run the code `first`. Each call runs in a separate fork."""
 
     def __init__(self, first: str = "", **settings: str) -> None:
         self._connection, there = multiprocessing.Pipe()
@@ -220,7 +220,7 @@ def answers(*expected: Any, also: str = "", **fixed: Any) -> Callable[[Callable[
 
     - expected: one result, or two results (without and with fixes). If none, parameter `answer` is the expected result
     - also: names of more parameters of the test, separated by spaces: `fixes`, `release`, `answer`
-    - fixed: values of `fixes` and `release`. Default: release 0.5.6; no fixes, or all fixes for the second result
+    - fixed: values of `fixes` and `release`. Default: release 0.5.6; no fixes, or the default fixes for a second result
     """
 
     def make(case: Callable[..., Any]) -> Any:

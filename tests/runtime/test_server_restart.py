@@ -1,4 +1,4 @@
-"""KVF122 and KVF126 on LMCache's own client, worker adapter and server. Only the server ends or restarts."""
+"""Test KVF122 and KVF126 with LMCache's client and worker adapter, while the server ends or restarts."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def connected() -> tuple[Any, Any, int, Any, Any]:
 @answers(also="fixes answer")
 def test_the_load_has_failed_and_nothing_else(patience: float) -> list[bool]:
     """Return 5 flags. 1 to 3: KVF122 sees a connection before an answer, after the answer, and after the loss. 4: the
-    load fails. 5: the query ends."""
+    load fails. 5: `get_chunk_size` ends."""
     from lmcache.v1.multiprocess.transport.zmq_impl.wire import decode_operation
 
     _, server, _, client, key = connected()

@@ -43,7 +43,7 @@ class ReleasedRow(NamedTuple):
 
 
 def status(json: bool) -> int:
-    """Print the result. Return 0 if no function has changed, 1 if a function has changed, 77 if pip fails."""
+    """Print the result. Return 0 if all functions are unchanged, else 1. If pip fails, end with exit code 77."""
     with tempfile.TemporaryDirectory(prefix="kvfix-released-") as folder:
         rows = [row for dist in DISTS for row in survey(dist, _wheel(dist, Path(folder)))]
     if json:

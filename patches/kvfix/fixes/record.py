@@ -198,7 +198,7 @@ class Fix:
         return " ".join(text.split()) if name in FACTS else text
 
     def _known(self, fact: str) -> str:
-        """Derive a missing fact of the docstring from the first and the last release with the bug."""
+        """Derive a missing fact: Upstream from `no_patch`, the other facts from the releases with the bug."""
         from packaging.version import Version
 
         if fact == "Upstream":

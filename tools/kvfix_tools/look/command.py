@@ -30,7 +30,7 @@ _FRAME = re.compile(r'^\s+\(Python\) File "(.*)", line (\d+), in (.+)$')
 
 
 def look(pid: int, watch: bool, request: str, json: bool, save: str) -> int:
-    """Return 0 without a verdict, 1 with a verdict, 2 if the process does not exist, 77 if kvfix may not read it."""
+    """Return 0 without a verdict, 1 with a verdict, 77 if kvfix may not read the process, 2 after another error."""
     tree = looking.engine_of(servers.client_of(pid) or pid)
     if not tree:
         return screen.error(f"kvfix look: {looking.why_none(pid)}")

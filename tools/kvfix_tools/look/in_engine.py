@@ -90,7 +90,7 @@ def detach() -> dict[str, Any]:
 
 
 def state() -> dict[str, Any]:
-    """Return the mode and one row for each fix, for `kvfix status PID`. A call is safe at any point of a step."""
+    """Return the mode, and rows with a verdict in _SHOWN, for `kvfix status PID`. A call is safe within a step."""
     here, rows = getattr(_scheduler(), "requests", ()), []
     left = [name for name in here if name in session.before]
     nothing = Applicability("not-affected", "this process has not imported the function, or the fix is switched off")

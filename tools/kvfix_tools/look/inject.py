@@ -57,15 +57,15 @@ _GIVEN_UP = f"import ctypes, os; ctypes.memset({_PAGE}, 0, 1); os.unlink({{scrip
 
 
 class Silent(Exception):
-    """The main thread did not reach a bytecode. The text has the reason."""
+    """The main thread reached no bytecode, or the code did not answer in time. The text has the reason."""
 
 
 def run(pid: int, code: str, *, seconds: float) -> str:
     """Execute the code in the process. Return the text that the code wrote to ANSWER, or FAILED and the error.
 
     The code must not wait or take a lock, because the interrupted thread may hold the lock. Raise Refused if the call
-    is not possible. Raise Silent if the main thread reaches no bytecode within `seconds`. After Silent, the script
-    stays. The next `run` replaces the script, so that a stuck process has only one call in its queue.
+    is not possible. Raise Silent if the code does not begin within `seconds`, or runs for _LONGEST. A script that has
+    not begun stays. The next `run` replaces the script, so that a stuck process has only one call in its queue.
     """
     process = other_process.process(pid)
     if queued := _queued(process):

@@ -74,7 +74,7 @@ class Way(NamedTuple):
 
 
 def engine_of(pid: int) -> list[Process]:
-    """Return all processes of the engine to which this process belongs; empty if the process does not exist."""
+    """Return all processes of the engine to which this process belongs; empty if `pid` is in no engine."""
     tree = processes.tree(_root(pid))
     return with_vllm([*tree, *processes.elsewhere(tree)], pid)
 

@@ -1,4 +1,4 @@
-"""An HTTP client of one vLLM server. The client reads models, metrics, and answers with log probabilities."""
+"""An HTTP client of one vLLM server. The client reads the models, the metrics, and each answer's log probabilities."""
 
 import json
 import time
@@ -40,7 +40,7 @@ class Reply(NamedTuple):
     first: float  # seconds until the first token
     prompt_tokens: int  # number of prompt tokens, as the server counts them
     cached: int | None  # tokens from any cache; None unless the server runs with --enable-prompt-tokens-details
-    counted: int | None = None  # tokens from the connector, by /metrics; None if not read, or hidden by other clients
+    counted: int | None = None  # tokens from the connector, by /metrics; None if not read, or if others send requests
 
     @property
     def hits(self) -> int | None:

@@ -57,7 +57,7 @@ class Unsaved:
     def put_off(self, meta: Any) -> None:
         """Delay this save to a later step."""
         setattr(meta, _STORE_NOTHING, True)
-        if not meta.save_spec.can_save:  # only a kv_producer saves then. The request's next save includes these tokens
+        if not meta.save_spec.can_save:  # only a kv_producer stores now. The request's next save has these tokens
             return
         later = copy.copy(meta)
         delattr(later, _STORE_NOTHING)

@@ -2,8 +2,8 @@
 
 Symptom: EngineCore of the decode engine dies with `TypeError: unhashable type` in `on_new_request`.
 
-Cause: on_new_request uses `remote_engine_id` and `remote_request_id` of the request's parameters as dictionary keys
-(base_scheduler.py 0.32.0:236). The client can set these values to any type, for example to a list.
+Cause: on_new_request uses `remote_engine_id` as a dictionary key, and puts `remote_request_id` into a set
+(base_scheduler.py 0.32.0:225, 234). The client can set these values to any type, for example to a list.
 
 Fix: If a value is not a string, the request loads nothing, and the engine computes its prompt.
 - Remove when: vLLM checks the types of the parameters.

@@ -4,8 +4,8 @@ Symptom: Decode engines log `NIXL transfer failure: handshake_setup_failed` with
 loads from prefill fail. Prefill looks healthy, but has logged one `KeyError` in thread `nixl_handshake_listener`.
 
 Cause: A handshake message names a rank, which comes from `tp_size` and `pp_size` of a request's parameters. The
-listener thread looks up the rank in a dictionary (base_scheduler.py 0.32.0:368). If the dictionary does not have the
-rank, the thread ends with a KeyError. The thread also ends at any message that it cannot decode (:354).
+listener thread looks up the rank in a dictionary (base_scheduler.py 0.32.0:376). If the dictionary does not have the
+rank, the thread ends with a KeyError. The thread also ends at any message that it cannot decode (:362).
 
 Fix: The thread opens its socket again and continues. The engine that sent the message gets no reply.
 - Releases: vLLM 0.32.0 and 0.33.0. In 0.26.0 the code was read, not tested.

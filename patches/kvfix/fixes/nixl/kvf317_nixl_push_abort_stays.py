@@ -4,12 +4,12 @@ Symptom: The worker keeps the parameters of each aborted request. `kvfix look` s
 `_recving_metadata` for ever. If the parameters lack a key, EngineCore dies (KVF313).
 
 Cause: If a request ends before it was scheduled, request_finished adds the request, without blocks, to the requests
-that wait for KV. This entry should make the worker notify the prefill engine (push_scheduler.py 0.32.0:231-241). In
-push mode, start_load_kv only records the request as waiting (push_worker.py 0.32.0:206), and nothing ever arrives for
+that wait for KV. This entry should make the worker notify the prefill engine (push_scheduler.py 0.32.0:233-243). In
+push mode, start_load_kv only records the request as waiting (push_worker.py 0.32.0:197), and nothing ever arrives for
 it. The worker of pull mode does not record the request (pull_worker.py 0.32.0:73).
 
 The worker also keeps a request if another connector of a MultiConnector, or vLLM's own prefix cache, has all its
-tokens. For this request, update_state_after_alloc does nothing (:160), so request_finished takes it as not scheduled.
+tokens. Then update_state_after_alloc skips the request (push_scheduler.py:160), so it seems unscheduled at its end.
 
 Fix: After start_load_kv, the fix removes a request without blocks from `_recving_metadata`. The prefill engine keeps
 the blocks of the request until their lease ends, as it does without the fix.

@@ -1,4 +1,4 @@
-"""vLLM's OffloadingConnector in the lab. The lab replaces only batched copies and streams (offload_copies.py)."""
+"""vLLM's OffloadingConnector in the lab. offload_copies.py replaces only copies, streams, events and threads."""
 
 import tempfile
 from collections.abc import Collection, Sequence
@@ -20,7 +20,7 @@ from kvfix_tools.lab.engine.workers import Worker
 from kvfix_tools.lab.options import Options
 from kvfix_tools.roundtrip.backends.vllm_offload import offload
 
-#: The request id of another client. `evict` stores chunks of this client, which replace the oldest chunks.
+#: The request id of another client. `evict` reserves chunks for this client, which evicts the oldest chunks.
 _OTHERS = "others"
 
 
@@ -40,7 +40,7 @@ class BothRoles:
         self._groups = kv_groups(options)
 
     def has_loaded(self, rank: int, name: str, span: tuple[int, int], several_groups: bool, fails: bool) -> None:
-        """Count a load of this rank, and record it if this is the only connector."""
+        """Count a load (`loads_offloaded`: only of rank 0). Record the load if this is the only connector."""
         self.events.counts["loads_offloaded"] += not rank
         self.events.counts["loads_of_groups"] += several_groups
         if self.alone:
@@ -179,7 +179,7 @@ class Offloading(BothRoles):
         self._taken.update(blocks)
 
     def evict(self, chunks: int, forced: bool) -> int:
-        """Store `chunks` chunks of another client, which evict older chunks. forced: delete files of a tier instead."""
+        """Evict chunks: reserve `chunks` chunks for a store that then fails. forced: delete files of a tier instead."""
         if forced:
             return self.tiers.delete_files(chunks)
         memory, context = self.memory, ReqContext(req_id=_OTHERS)
