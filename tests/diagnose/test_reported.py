@@ -22,7 +22,7 @@ BOTH = {text for dist, *_, text in MESSAGES if dist == "vllm"} & {each[-1] for e
 
 
 def healthy() -> str:
-    """Return a log of a running engine, without the lines that name the releases."""
+    """Return the lines of a running engine's log that show neither LMCache's release nor a place such as core.py:7."""
     log = real("healthy-0.5.6").decode().partition("[shutdown]")[0]
     return "".join(f"{line}\n" for line in log.split("\n")[:-1] if "0.5.6" not in line and ".py:" not in line)
 

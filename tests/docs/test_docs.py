@@ -19,7 +19,7 @@ from maintain.documentation.diagnose_picture import picture
 from tests.conftest import ROOT, clean_environment
 from tests.diagnose.lines import real
 
-#: {page: text to add}. Planted faults: links to a missing page or heading, and a page to which no page links.
+#: {page: text to add}. Planted faults: links to a missing page or heading, and a page that the navigation lacks.
 PLANTED = {
     "docs/faq.md": "[gone](nowhere.md) and [gone](matrix.md#lmcache-9.9)",
     "README.md": "[gone](docs/nothing.md)",

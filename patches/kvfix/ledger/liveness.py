@@ -18,7 +18,7 @@ OUTSIDE_STATUSES = {
     "WAITING_FOR_STREAMING_REQ": "the client: the next part of its prompt",
     "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR": "the compiler of its grammar",
 }
-#: In the row of a worker's connector, these fields list requests with a load or store that is not reported yet.
+#: In a worker's row, these fields list requests with an unreported load, or an unreported store after their end.
 KINDS = ("loads", "unreported")
 
 
@@ -28,7 +28,7 @@ class Waiting:
 
     name: str
     waits_for: str = PLACE
-    #: How many blocks must be free before vLLM admits the request, including reserved blocks (None: not known).
+    #: Blocks that must be free before vLLM admits the request, with blocks reserved for others (None: not known).
     needs: int | None = None
     #: How many blocks the request already has, for example because its load has ended.
     holds: int = 0
@@ -43,7 +43,7 @@ class State:
     #: Free blocks, including blocks with a cached prefix.
     free: int | None
     running: int | None
-    #: Number of transfers in flight, and of results that the scheduler has not used yet.
+    #: Number of transfers and steps in flight, and of blocks that vLLM frees after a later step.
     in_flight: int | None
     lookups: int | None
 
@@ -151,7 +151,7 @@ def waiting(engine: Engine) -> list[dict[str, Any]]:
 
 
 def waits(engine: Engine) -> list[tuple[dict[str, Any], str]]:
-    """Return (row, what the request waits for). Behind a request that lacks blocks, LOOKUP becomes PLACE."""
+    """Return (row, what the request waits for). If an earlier request lacks blocks, return PLACE, not LOOKUP."""
     found: list[tuple[dict[str, Any], str]] = []
     stopped, free = False, engine.scheduler["pool"]["free"]
     for row in waiting(engine):

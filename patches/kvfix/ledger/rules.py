@@ -152,7 +152,7 @@ def computed_differs(history: History, event: ev.Scheduled) -> Outcome:
 
     The rule allows these differences (vllm/v1/core/sched/scheduler.py 0.32.0):
 
-    - more tokens, without a limit, if 0 are granted, because vLLM reports only whole blocks to the connector (971-1027)
+    - any number of tokens more if 0 are granted: vLLM tells the connector only whole blocks of its own hit (971-1027)
     - one token less after a load between steps, if the load covers all tokens of the request
     - up to one window less with prefix replay (1053-1124, 3159-3170)
     - fewer tokens if 0 are granted and the KV groups' hits differ, because vLLM keeps the smallest hit (1029-1038)

@@ -76,7 +76,7 @@ def steps_between(before: Engine, after: Engine) -> int | None:
 
 
 def is_current(before: Engine, after: Engine, span: float) -> bool:
-    """Return True if two steps have ended since the first look. All earlier reports of workers have then arrived."""
+    """Return True two steps (60 s if vLLM counts no steps) after the first look. Earlier reports have then arrived."""
     steps = steps_between(before, after)
     return span >= 2 * LATE if steps is None else steps > 2
 
@@ -105,7 +105,7 @@ def in_hooks(looks: Sequence[Look]) -> Iterator[tuple[dict[str, Any], Engine | N
 
 
 def of_these_hooks(looks: Sequence[Look]) -> Sequence[Look]:
-    """Return the latest looks at which each process that is in a hook at the last look is in this same hook.
+    """Drop the looks from before all processes entered the hooks that they are in at the last look.
 
     A process in a hook may block all other processes. If only one look would remain, return all looks.
     """

@@ -188,7 +188,7 @@ def hook(frames: list[Frame]) -> str:
 
 
 def owner(frames: list[Frame]) -> str:
-    """Return the package that raised the exception. It is the package of the innermost frame in a known package."""
+    """Return the innermost frame's package, or "your own code" if unknown. Skip unknown frames with relative paths."""
     if not frames:
         return ""
     for file, _, _ in reversed(frames):

@@ -32,7 +32,7 @@ class Command(NamedTuple):
     options: dict[str, str] = {}  # {long name without leading dashes: value}, with "" for a switch
     environment: dict[str, str] = {}  # the variables that the command sets
     container: bool = False  # True if the command starts a container (docker run)
-    executable: str = ""  # the word of the command that names the program; "" for a container
+    executable: str = ""  # the file that the command runs, such as vllm or python; "" for a container
 
     @property
     def serves(self) -> bool:

@@ -31,7 +31,7 @@ def tree(pid: int) -> list[Process]:
     """Return this process and all its descendants, parents first, or [] if the process does not exist.
 
     vLLM sets process titles (setproctitle). A title overwrites a part of the environment in /proc, so kvfix takes
-    missing settings from the parent. If both lack KVFIX_DUMP_DIR, the environment of `kvfix dump` sets `directory`.
+    missing settings from the parent. If the parent lacks KVFIX_DUMP_DIR too, `kvfix dump` uses its own value.
     """
     try:
         pids = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]

@@ -16,7 +16,7 @@ Fix: vLLM has a state only where a step begins and where the step ends. If a sto
 the chunk's blocks in the state group to null. The server then leaves out the state, and no hit ends at this chunk. The
 fix needs `lmcache server --separate-object-groups`. Without this option, see KVF125.
 - Releases: LMCache 0.5.4 to 0.5.6. According to their source code, 0.4.7 to 0.5.3 have the bug too. The server of 0.4.7
-  to 0.5.3 stores null blocks of every model (KVF125).
+  to 0.5.3 also stores chunks whose blocks are all null.
 - Remove when: The server leaves out a state whose own block is null, and the tracker removes freed blocks.
 """
 

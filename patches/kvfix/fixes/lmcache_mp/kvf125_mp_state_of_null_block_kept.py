@@ -10,12 +10,12 @@ of all KV groups in the object are null (`all_null_chunk_masks`, modules/lmcache
 default one object has all KV groups, and the blocks of attention are never null. So the server stores a null block.
 
 Fix: With the fix, the server also leaves out an object if the chunk's last block is null in any KV group of the object.
-The server stores only this block of a state. A hit that reads a sliding window in the chunk also reads the last block.
+For a state, the server stores only the last block. A hit with a sliding window in the chunk also reads the last block.
 
 Start the server with the fix: `kvfix run -- lmcache server ...`. The engines do not need the fix. Delete the files of
 the server's L2 adapters first, because chunks that were stored wrong stay wrong. With `--separate-object-groups` hits
 are longer. Without this option all KV groups are in one object, so a hit ends before the first chunk without a state.
-- Releases: LMCache 0.5.4 to 0.5.6. With these models, earlier servers refuse a store if one step has filled two blocks.
+- Releases: LMCache 0.5.4 to 0.5.6. 0.4.7 to 0.5.3 do not start with these models if a step can fill two blocks.
 - Remove when: The server stores no chunk from which a hit would load a null block.
 """
 
