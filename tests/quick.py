@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 WHY = "imports torch, vLLM or LMCache"
-#: pytest does not collect these tests, because they run engines, build a release, or read all releases.
+#: pytest does not collect these tests. Most run engines, build a release or the docs, or read all releases.
 LEFT_OUT = (
     "docs", "dump", "engine", "look", "release", "upstream", "commands/test_mcp.py", "diagnose/test_memory.py",
     "doctor/test_releases.py", "engine_state/test_look.py", "runtime/test_releases.py",

@@ -1,7 +1,7 @@
 """Measure the processor time that kvfix adds in each mode to a step of vLLM's scheduler with 256 running requests.
 
-A step calls `schedule()` and `update_from_output()`. The connector is LMCache's, OffloadingConnector (a step begins and
-ends eight store jobs), or NixlConnector (a step ends a lease). A real step also runs the model, for milliseconds.
+A step calls `schedule()` and `update_from_output()`. The connector is LMCacheConnectorV1, OffloadingConnector (a step
+begins and ends eight store jobs), or NixlConnector (a step ends a lease). A real step also runs the model.
 """
 
 from collections.abc import Iterator
@@ -85,7 +85,7 @@ with runner.quiet():
     assert not dumps, dumps
 """
 
-#: This code measures a layer hook. The connector's adapter does nothing. Only this code sets `layers` of kvfix.apply().
+#: This code measures a layer hook. The connector's adapter does nothing. CASE does not set `layers` of kvfix.apply().
 LAYER = """
 import timeit
 from types import SimpleNamespace

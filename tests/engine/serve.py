@@ -52,7 +52,7 @@ def main(job: dict[str, Any]) -> None:
 
 
 def until_told(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """Repeat requests `calm`, until the folder `flags` has a file `stop`. While it has a file `hard`, repeat `hard`."""
+    """Repeat the job's requests `calm`, or `hard` while the folder `flags` has a file `hard`. End at a file `stop`."""
     folder, rounds, preempted = Path(job["flags"]), list[tuple[str, list[list[int]]]](), 0
     while not (folder / "stop").exists():
         kind = "hard" if (folder / "hard").exists() else "calm"
@@ -135,7 +135,7 @@ def empty_l1(engine: Any, server: str) -> None:
 
 
 def mix_l2(engine: Any, folder: str) -> None:
-    """Exchange the bytes of equally large chunks in this folder of the L2. This negative control changes answers."""
+    """Exchange the bytes of equally large chunks in this folder of the L2. Hits from the L2 then change the answers."""
     by_size: dict[int, list[Path]] = {}
     for file in sorted(Path(folder).glob("*.data")):
         by_size.setdefault(file.stat().st_size, []).append(file)

@@ -77,7 +77,7 @@ def test_a_load_that_fails_behind_another_has_no_finding() -> list[str]:
 
 @answers([])
 def test_a_store_that_a_reset_leaves_has_no_finding() -> list[str]:
-    """A reset frees blocks that the connector still stores. The request then has more stored than computed tokens."""
+    """A reset frees the source blocks of a running store. The request then has more stored than computed tokens."""
     options = replace(
         SIMPLE, block_size=4, chunk_size=4, num_blocks=25, max_num_batched_tokens=8, delay=5, max_num_seqs=2,
         drafter="mtp", drafts=4, acceptance=30, cpu_blocks=75, extra={"lazy_offload": False},
@@ -137,7 +137,7 @@ def test_a_full_disk_ends_no_thread() -> list[Any]:
 
 #: Parameters of a request that OffloadingConnector's p2p tier reads (KVF335). The lab does not have this tier.
 PEER = {"kv_request_id": "r", "remote_host": "peer", "remote_port": 1}
-#: (parameters, policy that the tier must choose). For `remote_decoder` the tier must store all chunks of the request.
+#: (parameters, policy that the tier must choose). REQUEST_LEVEL: the tier must store all chunks of the request.
 RIGHT = (
     ({}, "CHUNK_LEVEL"),
     ({"remote_prefiller": PEER}, "CHUNK_LEVEL"),

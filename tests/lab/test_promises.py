@@ -116,7 +116,7 @@ LOADS = "WAITING_FOR_REMOTE_KVS"
     [
         # for "1_r-00000003", vLLM's own cache has three blocks
         ("NixlConnector", [LOADS, "RUNNING", "RUNNING", LOADS], {"r-00000002": 64, "1_r-00000003": 16}),
-        # in push mode, prefill also compares the ids without random ends. "1_r" is not "r", so the third request loads
+        # KVF367 also compares the request ids without their random ends. "1_r" is not "r", so the third request loads
         ("NixlPushConnector", [LOADS, "RUNNING", LOADS, LOADS], {"r-00000002": 64}),
     ],
 )

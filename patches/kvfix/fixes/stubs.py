@@ -32,7 +32,7 @@ class Nothing:
 
 
 class Calls(list[Any]):
-    """A callable that records each call as (args, kwargs). A call returns `answer`, or raises an exception `answer`."""
+    """Records each call as (args, kwargs). A call returns `answer`, or raises `answer` if `answer` is an exception."""
 
     def __init__(self, answer: Any = None) -> None:
         super().__init__()

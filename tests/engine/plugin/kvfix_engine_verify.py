@@ -3,7 +3,7 @@
 LMCache's GPU connector runs on CPU tensors in the GPU layout of vLLM 0.26 and later: [tokens, heads, K then V]. For
 each head of a block, vLLM for the CPU stores K as [values, tokens], and then V as [tokens, values]. So this module
 copies KV between layouts. K includes the token's position (RoPE), so answers stay equal if K and V of two tokens are
-swapped together. Therefore the faults change only K or only V, or lose rows.
+swapped together. To change answers, a fault that swaps tokens swaps only K or only V.
 """
 
 import os
@@ -158,7 +158,7 @@ FAULTS: dict[str, Callable[[torch.Tensor, list[slice], str], Any]] = {
     "not_a_number": lambda kv, chunks, _: kv[1, 1, chunks[2].start + 7].view(-1)[0].fill_(float("nan")),
     "zeros": lambda kv, *_: kv.zero_(),
 }
-#: {fault: condition under which the fault acts as `last_chunk_wrong`}. A condition gets a fault's arguments but `kv`.
+#: {fault: condition under which the fault acts as `last_chunk_wrong`}. A condition gets all arguments except `kv`.
 SOMETIMES: dict[str, Callable[[list[slice], str], bool]] = {
     "last_partial_chunk_wrong": lambda chunks, _: not is_whole(chunks[-1]),
     "one_rank_wrong": lambda *_: get_tensor_model_parallel_rank() == 1,

@@ -4,8 +4,8 @@ Symptom: EngineCore of the decode engine dies with `KeyError: 'remote_engine_id'
 or `TypeError: unhashable type` in `build_connector_meta`.
 
 Cause: If a request ends before it was scheduled, MooncakeConnector must tell the prefill engine to free the blocks. For
-this, request_finished adds the request to the list of requests that wait for KV (mooncake_connector.py 0.32.0:1096).
-The next step reads the peer from the request's parameters without a check (:693).
+this, request_finished adds the request to the list of requests that wait for KV (mooncake_connector.py 0.32.0:1141).
+The next step reads the peer from the request's parameters without a check (:691).
 
 Fix: Before build_connector_meta, the fix removes requests without a peer from the list of requests that wait for KV.
 - Releases: vLLM 0.20.2 to 0.33.0. 0.32.0 and 0.33.0 were tested. For the other releases, only the code was read.

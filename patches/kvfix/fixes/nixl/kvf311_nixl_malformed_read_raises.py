@@ -3,8 +3,8 @@
 Symptom: The worker of the decode engine dies with `AssertionError`, `TypeError`, `ValueError` or `IndexError` in
 `start_load_kv`, inside `_read_blocks_for_req`. Or the handshake with the peer fails and the request waits for ever.
 
-Cause: NixlConnector uses the remote blocks in the request's parameters without a check (pull_worker.py 0.32.0:174). If
-block ids are not numbers, `_compute_desc_ids` raises. vLLM catches only exceptions of NIXL (:560). NixlConnector logs a
+Cause: NixlConnector uses the remote blocks in the request's parameters without a check (pull_worker.py 0.32.0:256). If
+block ids are not numbers, `_compute_desc_ids` raises. vLLM catches only exceptions of NIXL (:561). NixlConnector logs a
 failed handshake before it reports the failure (base_worker.py 0.32.0:1354). The code of this log line counts the blocks
 of each group. If the blocks are one flat list, this code raises, and NixlConnector never reports the failure.
 

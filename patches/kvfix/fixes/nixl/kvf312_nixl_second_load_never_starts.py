@@ -6,7 +6,7 @@ remote read`). Without this option it happens to each request whose parameters n
 
 Cause: get_num_new_matched_tokens promises `remote_num_tokens` as long as the parameters name remote blocks
 (pull_scheduler.py 0.32.0:66-104). update_state_after_alloc starts a load only with `bidirectional_kv_xfer`, and only
-once (`_remote_blocks_processed`, :135-139). After a preemption or a failed load, vLLM looks the request up again, and
+once (`_remote_blocks_processed`, :130-133). After a preemption or a failed load, vLLM looks the request up again, and
 NixlConnector promises the same blocks again.
 
 Fix: If update_state_after_alloc would start no load, the fix promises 0 tokens, and the request computes its prompt.

@@ -1,10 +1,10 @@
 """Later requests return wrong text: OffloadingConnector stores wrong blocks of a streaming session.
 
-Symptom: Nothing is logged at first. When a session ends, a `KeyError` in `_remove_pending_job` of
-offloading/scheduler.py may end EngineCore. The bug needs OffloadingConnector (also in MultiConnector) and streaming.
+Symptom: Nothing is logged at first. When a session ends, a `KeyError` in `_remove_pending_job` may end EngineCore
+(offloading/scheduler.py). The bug needs OffloadingConnector (also in MultiConnector) and streaming input.
 
 Cause: When a session gets more input, vLLM schedules the session as a new request, with all its blocks. The connector
-appends all blocks to a list that already has the earlier blocks (offloading/scheduler.py 0.32.0:1282).
+appends all blocks to a list that already has the earlier blocks (offloading/scheduler.py 0.32.0:1302).
 
 Fix: When a request is scheduled as new, the fix drops the blocks that OffloadingConnector has recorded for the request.
 """

@@ -32,7 +32,7 @@ def released() -> Any:
 
 
 class MessageQueue:
-    """Replaces LMCache's MessageQueueClient (before 0.5.6). Before 0.4.6, this client also sends stores and loads."""
+    """Replaces LMCache's MessageQueueClient (before 0.5.5). Before 0.4.6, this client also sends stores and loads."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -195,7 +195,7 @@ class MP(Connector):
         return self.server.is_looking(request)
 
     def kept(self) -> dict[str, set[str]]:
-        """Add unanswered lookups to the kept state. The reader omits them, because an engine may keep them a while."""
+        """Also return unanswered lookups, which `self.reader` omits because an engine may keep a lookup for a while."""
         lookups = {
             f"scheduler_adapter.{name}": set(getattr(self.scheduler_adapter, name, ()))
             for name in ("_pending_lookups", "_unacked_lookups")

@@ -98,7 +98,7 @@ class RealServer(Server):
         #: _looking: requests whose hit is not read yet. _locked: {request whose hit is read: chunks still locked}.
         self._looking: set[str] = set()
         self._locked: dict[str, range] = {}
-        #: unanswered_lookups: requests whose lookup gets no answer. _leases: requests whose lookup may be dropped.
+        #: unanswered_lookups: requests whose lookup gets no answer. _leases: requests whose lookup LMCache may drop.
         self.unanswered_lookups: set[str] = set()
         self._leases: set[str] = set()
         #: {the lab's key of a chunk: the server's key}
@@ -139,7 +139,7 @@ class RealServer(Server):
         self.events.counts["server_restarts"] += 1
 
     def give_up_lookups(self) -> None:
-        """Record that the adapter of a dead server may drop all lookups. `_end_leases` releases the locks."""
+        """Record that the adapter may drop all lookups, as the server seems dead. `_end_leases` releases the locks."""
         self._leases |= self._whose()
 
     def _end_leases(self) -> None:
@@ -219,7 +219,7 @@ class RealServer(Server):
         self._end_leases()
         now = self.process.locks()
         self.events.counts["evicted_by_server"] += max(0, len(self.chunks.cache) - now["objects"])
-        # If the adapter repeats a dropped lookup, the first lookup's locks belong to no known request. Name no request.
+        # A repeated lookup of a request replaces the dropped lookup, whose locks then have no known request. Name none.
         whose = self._whose() or (set() if self._leases else {*self._lookups, *self.storing})
         more = {what: now[what] - self._before[what] for what in ("read locks", "write locks", "lookups")}
         return {f"{what} of the server ({number})": whose for what, number in more.items() if number > 0}
@@ -258,7 +258,7 @@ class RealMP(MP):
         server, its = self.server, released()
 
         class Heartbeat(its.HeartbeatThread):  # type: ignore[misc, name-defined]
-            """Replaces LMCache's heartbeat thread. A step sends a heartbeat only if this can change the state."""
+            """Replaces LMCache's heartbeat thread. Sends a heartbeat only after the server or a connection failed."""
 
             def start(self) -> None:
                 server.heartbeats.append(self)
