@@ -10,7 +10,8 @@ from kvfix_tools.diagnose.diagnosis import FINDINGS
 from kvfix_tools.diagnose.findings import lookups
 from tests.bench.diagnose import FIXTURES, lives
 
-CODE = (types.ModuleType, types.FunctionType, types.MethodType, type)  # `kept` skips code, because a log adds no code
+#: Types that `kept` does not count, because kvfix-diagnose creates no module, function or class when it reads a log.
+CODE = (types.ModuleType, types.FunctionType, types.MethodType, type)
 
 
 def kept(*roots: object) -> int:
@@ -26,7 +27,7 @@ def kept(*roots: object) -> int:
 
 
 def requests(first: int, many: int) -> Iterator[bytes]:
-    """Yield for each request the lines of a lookup, of a load, and of a worker's traceback that breaks off."""
+    """Yield for each request the lines of a lookup, a load, a warning, and a worker's traceback that breaks off."""
     for number in range(first, first + many):
         yield (
             b"[2026-11-21 11:22:55,512] LMCache INFO: Reqid: r%d, Total tokens 300, Inference Engine computed tokens: "

@@ -137,7 +137,7 @@ row(
     ),
 )  # fmt: skip
 rows({
-    # the worker does not wait for copies of blocks that vLLM gives to other requests
+    # vLLM gives blocks to other requests while the worker copies the blocks; the worker does not wait for the copies
     "a_store_is_not_waited_for": ("connector.offloading.ranks.0.connector.worker.wait",
         lambda *_: None, "LAB001 OffloadingConnector stores"),
     # the connector deletes a request's state after the report of its last job. The fault keeps all states

@@ -1,4 +1,7 @@
-"""A stand-in for vLLM's HTTP server, inside httpx. It has two caches, and computes log probabilities from a prompt."""
+"""A stand-in for vLLM's HTTP server, which answers the requests of httpx in the same process, without a network.
+
+The stand-in has two caches, and computes log probabilities from a prompt.
+"""
 
 import hashlib
 import json

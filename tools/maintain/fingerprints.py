@@ -63,7 +63,7 @@ def merge(known: dict[str, Any], dist: str, taken: dict[str, Taken]) -> dict[str
     for found in functions.values():
         for its in found.values():
             its.sort(key=Version)
-    # Leave out a function without a release, because no fix needs this function any more.
+    # Leave out a function without a release: no fix needs the function, or no release has the function any more.
     functions = {name: _ordered(found, lambda its: its[0]) for name, found in sorted(functions.items()) if found}
     files = {module: _ordered(hashes, str) for module, hashes in sorted(files.items()) if hashes}
     tables = {"functions": functions, "files": files, "fixes": modules_of_fixes(dist)}

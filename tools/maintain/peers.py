@@ -2,10 +2,10 @@
 
     python -m maintain peers [lmcache|vllm] [--mode fix|strict] [--anew]
 
-`--anew` runs the tests (.cache/peers) without kvfix, and writes the tests that do not pass to
-tests/peers/<dist>-<release>.json. Tests that fail only with kvfix run again in one process, with kvfix and without.
-tests/peers/exceptions.json names tests that must fail with kvfix, and why. Exit 1 if any other test fails in both
-runs with kvfix but not without kvfix, or if a test of exceptions.json does not fail. Also exit 1 if a test was not run.
+`--anew` runs the tests (.cache/peers) twice without kvfix, and writes tests/peers/<dist>-<release>.json: the number of
+passed tests and all other tests. A missing file causes the same run. Tests that fail only with kvfix run again in one
+process, with kvfix and without. exceptions.json names tests that must fail with kvfix. Exit 1 if another test fails both
+times with kvfix and passes without kvfix, if a test of exceptions.json does not fail, or if a test was not run.
 """
 
 import json
@@ -116,7 +116,7 @@ def run(suite: Suite, mode: str, tests: Iterable[str] = (), processes: int = 2) 
 
 
 def read(file: Path) -> dict[str, str]:
-    """Return {test: outcome} from the plugin's file. The worst outcome counts, because each phase of a test has one."""
+    """Return {test: outcome} from the plugin's file. Each phase of a test has an outcome. The worst one counts."""
     order = ("passed", "skipped", "failed")
     found: dict[str, str] = {}
     for line in file.read_text().splitlines() if file.exists() else ():
@@ -165,7 +165,7 @@ def exceptions(dist: str, mode: str) -> dict[str, str]:
 def show(result: dict[str, Any]) -> None:
     head = f"{result['dist']} {result['release']}, {result['mode']}: {result['passed']} passed"
     print(f"{head}, {len(result['red'])} failed with kvfix only, {result['seconds']} s")
-    for kind in ("meant", "not meant", "no more"):
+    for kind in ("meant", "not meant", "no longer fails"):
         for name, why in result[kind].items():
             print(f"  {kind}: {name}{f': {why}' if why else ''}")
     if result["not run"]:
@@ -190,7 +190,7 @@ def main(
             meant, red = exceptions(each.dist, acts), {name: name.partition("[")[0] for name in result["red"]}
             result["meant"] = {name: meant[test] for name, test in red.items() if test in meant}
             result["not meant"] = {name: "" for name, test in red.items() if test not in meant}
-            result["no more"] = {name: why for name, why in meant.items() if name not in red.values()}
+            result["no longer fails"] = {name: why for name, why in meant.items() if name not in red.values()}
             results.append(result)
             show(result)
-    return int(any(result["not meant"] or result["no more"] or result["not run"] for result in results))
+    return int(any(result["not meant"] or result["no longer fails"] or result["not run"] for result in results))

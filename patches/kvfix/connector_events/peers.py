@@ -67,7 +67,7 @@ class Nixl(_Peer):
     _PEER_REQUEST = "remote_request_id"
 
     def lease(self, answer: Any) -> float | None:
-        """Return the lease in seconds. Decode, too, leases blocks to prefill (pull_scheduler.py 0.32.0:250)."""
+        """Return the lease in seconds. Decode can also keep blocks for prefill (pull_scheduler.py 0.32.0:250)."""
         to_decode = (answer[1] or {}).get("do_remote_prefill", True)
         return getattr(self._scheduler, "_kv_lease_duration" if to_decode else "decoder_kv_blocks_ttl", None)
 
@@ -94,7 +94,7 @@ class NixlPush(Nixl):
     _span = _Peer._span
 
     def waits(self, request: str) -> bool:
-        """Return True until the load's registration times out, even if the request is aborted before (KVF322)."""
+        """Return True until KVF322 sees that the load has ended, or lets the load fail. False without KVF322."""
         return request in getattr(self._worker, "_kvfix_ends", ())
 
 

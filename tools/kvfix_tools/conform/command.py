@@ -34,11 +34,11 @@ def conform(
     lose: Annotated[str, value("MODULE:FUNCTION", _LOSE)] = "",
     seconds: Annotated[float, typer.Option(help="Seconds to play random schedules, after the scenarios.")] = 30.0,
     seeds: Annotated[str, value("A:B", "Draw schedules with these seeds.")] = "0:100000",
-    fixes: Annotated[bool, typer.Option(help="Run vLLM with the fixes of kvfix, or unchanged.")] = True,
+    fixes: Annotated[bool, typer.Option(help="Apply kvfix's fixes of vllm.v1.core, or no fix.")] = True,
     json: Json = False,
     junit: Annotated[Path | None, value("FILE", "Write JUnit XML.")] = None,
 ) -> int:
-    """Test a KV connector against vLLM's interface without a GPU. Exit 1: a rule is violated. 2: no load was tested."""
+    """Test a KV connector against vLLM's interface. Exit 1: a rule is violated. 2: no KV was loaded, or no test ran."""
     first, _, last = seeds.partition(":")
     try:
         drawn = range(int(first), int(last or int(first) + 1))

@@ -118,7 +118,7 @@ def _requests(others: list[LogFinding]) -> str:
 
 
 def page(log: Diagnosis, findings: list[LogFinding]) -> str:
-    """Return an HTML page with all findings in full."""
+    """Return an HTML page: for each kind, the first finding in full, and a line about the other findings."""
     console = Console(record=True, file=io.StringIO(), highlight=False)
     for found, *others in by_kind(findings):
         print_finding(log, found, console, True, others)

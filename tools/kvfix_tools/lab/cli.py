@@ -27,7 +27,8 @@ app = typer.Typer(help="Reproduce bugs on the real vLLM scheduler and connectors
 
 LMCachePath = Annotated[str | None, value("DIR", "Use LMCache from this folder (pip install --no-deps --target DIR).")]
 _CONNECTOR = f"""Play this connector: {", ".join(CONNECTORS)}. v1: LMCacheConnectorV1. mp: LMCacheMPConnector.
-mp-in-tree: vLLM's copy of mp. X-multi: X and v1 in a MultiConnector. nixl-offload: NIXL and offloading in one."""
+mp-in-tree: vLLM's copy of mp. nixl-multi: nixl-pull and v1 in a MultiConnector. nixl-push-multi, mooncake-multi:
+the connector and v1 in a MultiConnector. nixl-offload: nixl-pull and offloading in a MultiConnector."""
 _SERVER = "lab: use the lab's stand-in for the server. real: start a real `lmcache server` (mp only)."
 _TRANSFERS = "lab: NIXL is simulated. real: use NIXL, and compare it with the simulation."
 _MODE = "fix: apply the fixes. check: also check the rules, as kvfix run --mode check does."
@@ -89,10 +90,7 @@ def fuzz_connector(
     lmcache_path: LMCachePath = None,
     json: Json = False,
 ) -> None:
-    """Play random schedules of requests, aborts and faults. Exit 1 if a rule was violated, 2 if nothing was tested.
-
-    nixl-multi: nixl-pull and v1 in a MultiConnector. nixl-offload: nixl-pull and offloading in a MultiConnector.
-    """
+    """Play random schedules of requests, aborts and faults. Exit 1 if a rule was violated, 2 if nothing was tested."""
     with _refusing("fuzz"):
         first, _, last = seeds.partition(":")
         drawn = range(int(first), int(last) if last else int(first) + 1)
@@ -174,7 +172,7 @@ def replay_recording(
 
 @app.command("continue")
 def continue_state(
-    file: Annotated[Path, typer.Argument(help="A file of `kvfix look --save`, or of the watchdog in an engine.")],
+    file: Annotated[Path, typer.Argument(help="A file that `kvfix look --save` or kvfix's watchdog wrote.")],
     save: Annotated[Path | None, value("FILE", "Write the shortest schedule that is stuck.")] = None,
     shrink: Annotated[float, value("SECONDS", "Search this long for a shorter schedule.")] = 45.0,
     lmcache_path: LMCachePath = None,
@@ -183,7 +181,7 @@ def continue_state(
     """Rebuild an engine's state, and continue it without and with the fixes. Exit 1 if the run without fixes fails.
 
     A run fails if it is stuck or violates a rule. If the run without fixes is stuck, the lab repeats it up to 20 times.
-    Each repetition aborts another waiting request, and shows whether all other requests then end.
+    Each repetition aborts one waiting request, a different one each time. It shows whether the remaining requests end.
     """
     with _refusing("continue", file):
         runner.prepare(lmcache_path)

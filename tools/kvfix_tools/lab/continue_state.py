@@ -43,7 +43,7 @@ class Outcome(NamedTuple):
 
 
 class Continued(NamedTuple):
-    """frees: requests whose abort, without fixes, lets all other requests end. differs: see `_Builder`."""
+    """frees: each of 20 waiting requests whose abort lets all others end, without fixes. differs: see `_Builder`."""
 
     schedule: Schedule
     as_released: Outcome
@@ -103,7 +103,7 @@ def _options(engine: Engine) -> Options:
     state, connectors = engine.scheduler, [each for each in engine.connectors if each["class"] in KINDS]
     if len(connectors) != 1:
         names = ", ".join(each["class"] for each in engine.connectors) or "no connector"
-        raise ValueError(f"the lab continues one of {', '.join(KINDS)}; the engine has {names}")
+        raise ValueError(f"the lab needs exactly one connector of {', '.join(KINDS)}; the engine has {names}")
     settings = state.get("settings") or {}
     if any(settings.get(each) is None for each in _SIZES):
         raise ValueError("the file does not have the scheduler's settings: an older kvfix wrote it")
@@ -116,7 +116,7 @@ def _options(engine: Engine) -> Options:
         block_size=state["block_size"],
         num_blocks=state["pool"]["blocks"] + 1,
         chunk_size=connector["chunk_size"],
-        delay=3 + len(_loaded(engine.requests)),  # so many steps that all loads begin before the first load ends
+        delay=3 + len(_loaded(engine.requests)),  # steps of a load: all loads begin before the first load ends
         reserve_full_isl=bool(settings.get("reserve_full_isl")),
         async_scheduling=bool(settings.get("async_scheduling")) and "async_scheduling" not in lacks,
         policy=state["policy"] or "fcfs",
@@ -192,7 +192,7 @@ class _Builder:
             if done():
                 return
             self._do("step")
-        self.differs.append(f"a load has not ended after {MOST_STEPS} steps")
+        self.differs.append(f"after {MOST_STEPS} steps, a load is unfinished or a running request lacks tokens")
 
     def _do(self, *step: Any) -> None:
         fuzz.move(self.lab, step)

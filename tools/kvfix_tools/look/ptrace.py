@@ -2,10 +2,10 @@
 
 ptrace stops only this thread, and sends no signal to it. After a call, kvfix restores all registers, even the vector
 registers, because the thread may be inside a computation. A C function returns to a breakpoint instruction in the
-process's code, so the thread stops then. In memory, kvfix writes only this return address, below the thread's stack.
+process's code, so the thread stops then. In memory, kvfix writes only this address, below the stack (x86-64 only).
 
 If the tracing process died during a call, the breakpoint would end the traced process. So kvfix forks a tracing process
-for each call. The tracing process completes the call even if the user ends kvfix.
+for each `stop`. The tracing process completes all calls of `stop` even if the user ends kvfix.
 """
 
 import ctypes

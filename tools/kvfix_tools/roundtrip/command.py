@@ -38,14 +38,14 @@ def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(
         prog="kvfix roundtrip",
         description="Copy labelled KV to host memory and back, and check every byte.",
-        epilog="Exit codes: 0 every byte is right, 1 a byte is wrong or a cell crashed, 2 usage, 77 nothing checked.",
+        epilog="Exit codes: 0 every byte is right, 1 a byte is wrong or a case crashed, 2 usage error, 77 no check.",
     )
     add = options.add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="use this device; auto: CUDA if present")
     add("--backend", nargs="+", metavar="NAME", help="test these copy routines; default: all installed (see --list)")
     for name, values in AXES.items():
         free = name in ("tokens", "block", "chunk", "heads")
-        skip = "prefixes, which the load skips (part: half a block + 1 token; chunk: 1 chunk + half a block)"
+        skip = "numbers of first tokens that the load skips (part: half a block + 1; chunk: 1 chunk + half a block)"
         shown = f"test only these {skip if name == 'skip' else 'values'}; default: {', '.join(values)}"
         add(f"--{name}", nargs="+", metavar="VALUE", choices=None if free else values, help=shown)
     add("--layers", type=int, default=3, help="set the layers of the KV cache (default: 3)")

@@ -13,7 +13,8 @@ Fix: The first value that `retrieve_layer` yields is the number of tokens that i
 of the other promised tokens as failed, before the step saves anything. vLLM then computes these tokens again, or ends
 the request with an error (`kv_load_failure_policy`). If there is nothing to load, the fix stops `retrieve_layer` and
 yields empty results instead. KVF007 prevents the step from storing the KV that it computes for this request.
-- Releases: LMCache 0.3.9.post1 to 0.5.6. 0.3.9 cannot report failed blocks, so a fix would make the text wrong.
+- Releases: LMCache 0.3.9.post1 to 0.5.6. The fix does not change 0.3.9, which cannot report failed blocks:
+  without the crash a request would return wrong text.
 - Upstream: https://github.com/LMCache/LMCache/issues/899
 - Remove when: `start_load_kv` records the failed blocks of a layerwise load.
 """
@@ -60,7 +61,8 @@ def _layers(impl: Any, layers: Any, request: Any, mask: Any) -> Iterator[Any]:
 def _report(impl: Any, request: Any, mask: Any, first: Any) -> int:
     """Record the blocks that will not be loaded, and return how many tokens will be loaded.
 
-    first: first value of `retrieve_layer`, a number of tokens, None for 0 tokens, or a mask if LMCache is unhealthy.
+    first: the first value that `retrieve_layer` yields. The value is a number of tokens, or None for 0 tokens. If
+    LMCache is unhealthy, the value is a mask.
     """
     loaded = 0 if first is None or first.dim() else int(first)
     start = len(mask) - int(mask.sum())
@@ -75,7 +77,7 @@ def _report(impl: Any, request: Any, mask: Any, first: Any) -> int:
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
-    """Load only the first 16 of 32 tokens into blocks 3 and 4. With the bug, block 4 is not recorded as failed."""
+    """Promise 32 tokens for blocks 3 and 4. Load only block 3. With the bug, block 4 is not recorded as failed."""
     import torch  # the adapter has imported it
 
     load = stubs.Stub(vllm_cached_tokens=0, lmcache_cached_tokens=32, can_load=True)

@@ -33,7 +33,7 @@ def keep_limit(scheduler: Any, scheduler_output: Any) -> Steps:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Pass on 40 tokens of a request whose limit is 8. The bug raises AssertionError."""
+    """Pass a block with the state after token 40 of a request whose limit is 8. The bug raises AssertionError."""
     status = stubs.Stub(req=stubs.request(40, num_prompt_tokens=40), max_offload_tokens=8, group_states=())
     scheduler = stubs.Stub(
         _req_status={stubs.NAME: status}, _partial_tail_block_size=16, _cow_source_groups=frozenset(),
@@ -48,6 +48,6 @@ FIX = Fix(
     OFFLOADING_SCHEDULER._build_partial_tail_store_jobs(broken=">=0.32", probe=shows_bug, fix=keep_limit),
     effect="crash",
     evidence={"KVR011": r"^(schedule|build_connector_meta): AssertionError$", "KVD988": ""},
-    proof="tests/lab/test_offloading.py: the lab has no layers with recurrent state",
+    proof="tests/lab/test_offloading.py, because no scenario can show the bug: the lab has no recurrent layers",
     no_patch={"vllm": "a client can end EngineCore: report the bug in vLLM's private channel first (SECURITY.md)"},
 )

@@ -9,7 +9,8 @@ session that are not computed (:1659). After a preemption, these are all tokens 
 
 Fix: After `update_from_output`, the fix puts each session that is in no queue into a waiting queue. When the next input
 comes, the fix keeps all tokens of the session except the last one, as 0.33.0 does (scheduler.py:1889).
-- Upstream: None known; 0.33.0 puts sessions into the queue after it has removed the other requests (scheduler.py:2545).
+- Upstream: None known. 0.33.0 first removes ended requests from the queues. Then 0.33.0 puts the sessions into a
+  waiting queue (scheduler.py:2545).
 """
 
 import inspect
