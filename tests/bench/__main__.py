@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def measured(names: list[str], failed: list[str]) -> Iterator[Row]:
-    """Yield each row at once, until ctrl-c. If a bench fails, append its name to `failed`."""
+    """Yield each row as soon as it is measured, until ctrl-c. If a bench fails, append its name to `failed`."""
     for name in names:
         print(f"measuring {name} ...", file=sys.stderr)
         try:

@@ -41,7 +41,7 @@ def site(folder: Path, lmcache: str = NEWEST, vllm: bool = True) -> Path:
 
 
 def torch(place: Path, version: str = "2.13.0", cuda: str | None = None) -> Path:
-    """Make a package torch without `__init__.py`, whose files state a version and a CUDA version."""
+    """Make a package torch that states a version and a CUDA version. The package has no `__init__.py`."""
     (place / "torch").mkdir(parents=True)
     (place / "torch/version.py").write_text(f"cuda: str | None = {cuda!r}\nhip = None\n")
     metadata = place / f"torch-{version}.dist-info/METADATA"

@@ -47,7 +47,7 @@ FOUND: dict[str, tuple[int, int, int | None, str, int | None]] = {
 
 
 class Linear:
-    """Replaces the model's linear layers. halves: sum as two ranks would. change: relative change of the weights."""
+    """Replaces linear layers. halves: add two half sums, as two ranks do. change: relative change of the weights."""
 
     halves = False
     change = 0.0

@@ -1,4 +1,4 @@
-"""In real vLLM engines the newest LMCache dies, leaks or is slow without kvfix, and works with kvfix."""
+"""Real vLLM engines with LMCache die, leak, are slow or give wrong output without kvfix. With kvfix they work."""
 
 from collections.abc import Iterator
 from functools import partial

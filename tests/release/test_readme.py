@@ -1,4 +1,4 @@
-"""Run the README's code blocks. In place of an engine, vLLM's scheduler with LMCache 0.3.10 plays KVF001's schedule."""
+"""Run the README's code blocks. Instead of an engine, kvfix's lab runs a scenario of KVF001 with LMCache 0.3.10."""
 
 import os
 import re
@@ -34,7 +34,7 @@ def blocks(text: str) -> list[Block]:
 README = blocks((ROOT / "README.md").read_text())
 DIED, ELSE, UPSTREAM, MORE = "EngineCore died with this?", "Another problem?", "Send the fix upstream", "More"
 
-#: The program plays KVF001's schedule with the fixes and then without. It exits with the error of the dead engine.
+#: The program runs the scenario with the fixes, and then without the fixes. It exits with the error of the dead engine.
 ENGINE = """
 import sys
 from vllm.plugins import load_general_plugins
@@ -69,7 +69,7 @@ def engine() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def printed(shell: Shell, engine: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Return what the engine prints with the README's two lines, and after `kvfix.revert()`."""
+    """Return two texts: the engine's output with the README's two lines, and its output after `kvfix.revert()`."""
     (lines,) = (block.text for block in of(DIED) if block.language == "python")
     folder = tmp_path_factory.mktemp("engine")
     (folder / "serve.py").write_text(f"{lines}\n{ENGINE}")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 #: Environment variable: path of a file that lists findings to suppress, such as `KVR009` or `KVR009 _requests_prio*`.
 SUPPRESS = "KVFIX_SUPPRESS"
-#: A process writes at most DUMPS recorder files, and waits PAUSE seconds between two files for the same violation.
+#: This module writes at most DUMPS recorder files in a process, and at most one per violation in PAUSE seconds.
 DUMPS, PAUSE = 16, 60.0
 RULE = "=" * 80
 #: A report shows at most this many events of the history.

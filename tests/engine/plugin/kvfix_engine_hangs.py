@@ -1,4 +1,4 @@
-"""Plant hangs in a real engine, each in the code where a real hang occurs. A hang begins when the file SPOIL exists."""
+"""Plant hangs in a real engine, where real hangs occur. All except `abort_comes_first` begin when SPOIL exists."""
 
 import ctypes
 import os

@@ -35,7 +35,7 @@ _FLAGS = 0xC00
 #: Signals with which a called function ends: SIGTRAP at the breakpoint, all others at a crash.
 _ENDS = {signal.SIGTRAP, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 _libc = ctypes.CDLL(None, use_errno=True)
-#: A function that works in a stopped thread. `call(address, *arguments)` calls a C function in the thread.
+#: A function that runs in the tracing process. Its argument `call(address, ...)` calls a C function in the thread.
 Work = Callable[[Callable[..., int]], int]
 Registers: TypeAlias = "array[int]"
 
@@ -86,12 +86,12 @@ class _Vector(ctypes.Structure):
 
 @lru_cache(maxsize=1)
 def _cores() -> threading.Semaphore:
-    """Allow only as many stopped threads as there are cores, so that no stopped thread waits for a core."""
+    """Return the semaphore that allows one stopped thread for each core, so that tracing processes need not wait."""
     return threading.Semaphore(len(os.sched_getaffinity(0)))
 
 
 def stop(thread: int, wait: str, trap: int, work: Work) -> int | None:
-    """Stop a thread and run `work` in it. If `wait` is set, return None unless the thread is in system call `wait`."""
+    """Stop a thread and run `work`. If `wait` is set and the thread is not in system call `wait`, return None."""
     with _cores():
         pipe, there = Pipe(duplex=False)
         tracer = os.fork()

@@ -80,7 +80,7 @@ class StateGroup(Group):
     (`preprocess_mamba`, v1/worker/mamba_utils.py 0.32.0:1446). A step with drafts writes several states. The block of
     the last draft gets the state before all drafts. Each following block gets the state after one more draft. The next
     step reads the state after the last accepted draft. If the token before the drafts, or an accepted draft, ends a
-    block, the runner copies the state at the block's end to the block (`postprocess_mamba_fused_kernel`, :362).
+    block, the runner copies the state after that token to that block (`postprocess_mamba_fused_kernel`, :369).
     """
 
     def __init__(self, group: KVGroup, memories: Sequence[Slots]) -> None:
@@ -191,7 +191,7 @@ class Drafter:
             self._proposed[name].append((next_token(content) + wrong) % VOCABULARY)
 
     def take(self) -> DraftTokenIds:
-        """Return the drafts for the scheduler. With asynchronous scheduling, the drafts stay in the runner."""
+        """Return the drafts for the scheduler. The lab does not call this method with asynchronous scheduling."""
         return DraftTokenIds(list(self._proposed), [list(drafts) for drafts in self._proposed.values()])
 
 

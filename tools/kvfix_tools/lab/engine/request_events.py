@@ -29,7 +29,7 @@ class Liveness:
         self._manager = manager = scheduler.kv_cache_manager
         coordinator: Any = manager.coordinator
         allocate, count = manager.allocate_slots, coordinator.get_num_blocks_to_allocate
-        #: vLLM's last count: (needed blocks, True if for the whole request) (kv_cache_manager.py 0.32.0:499, 540)
+        #: vLLM's last count: (needed blocks, True if for the whole request) (kv_cache_manager.py 0.32.0:526, 561)
         self._counted = (0, False)
         #: The request for which the scheduler found too few blocks, and how many blocks the request needs.
         self._refused: tuple[Any, int] = (None, 0)
@@ -55,7 +55,7 @@ class Liveness:
     def state(self, in_flight: int, undecided: set[str], lookups: int) -> liveness.State:
         """Return the state after a step that scheduled no tokens. undecided: requests whose lookup has no result yet.
 
-        in_flight: blocks of `take_blocks` plus steps whose output vLLM lacks. lookups: number of lookups in flight.
+        in_flight: number of blocks that `take_blocks` has taken plus steps without output. lookups: number in flight.
         """
         scheduler = self._scheduler
         queues = [getattr(scheduler, name) for name in QUEUES if hasattr(scheduler, name)]
@@ -108,7 +108,7 @@ class RequestEvents:
         self._by_priority = options.policy == "priority"
         #: {request: number of external tokens that the connector last promised}
         self._promised: dict[str, int] = {}
-        #: Requests that were open while the server was stopped. The requests store nothing; their read locks time out.
+        #: Requests that were open while the server was stopped. Their stores may have holes; their read locks time out.
         self.met_silence: set[str] = set()
         self._ledger = Ledger()
         self._ended: set[str] = set()
@@ -138,7 +138,7 @@ class RequestEvents:
         return Finding(rule.code, rule.name, "violated", request, message, event)
 
     def wrap_hooks(self, connector: Any) -> None:
-        """Wrap two hooks of this connector to record the calls. The recorded results are those with kvfix's fixes."""
+        """Wrap two hooks of this connector to record the calls. The recorded results include the effect of fixes."""
         ask, grant = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
 
         def asked(request: Any, computed: int) -> Any:
@@ -243,7 +243,7 @@ class RequestEvents:
             self.violated(rules.NO_REQUEST_CAN_MOVE, answer.request, answer.message)
 
     def never_end(self) -> None:
-        """Report requests that have not ended after many steps with free blocks."""
+        """Report requests that have not ended. The caller has made many steps before, with enough free blocks."""
         for name, request in self.model.requests.items():
             if not request.is_finished():
                 self.violated(rules.NEVER_ENDS, name, f"is {request.status.name} for ever")
@@ -280,8 +280,8 @@ class RequestEvents:
 
     def stored(self, name: str, tokens: list[int], start: int, end: int, rank: int = 0) -> None:
         """Check a rank's store, and record stores of rank 0. Tokens of a hit count as cached even if their load failed.
-        If stores skip cached chunks, do not record a store of an ended request. The store may contain drafts that vLLM
-        accepted in the last step, but no event contains these drafts."""
+        If stores skip cached chunks, do not record a store of an ended request. The store can end with drafts that vLLM
+        accepted in the last step, and no Scheduled event counts drafts."""
         request = self.model.requests[name]
         if not rank:
             self.counts.stored(end - start)
