@@ -40,7 +40,7 @@ def early(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 @pytest.fixture(scope="module")
 def multi_process(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """Run LMCacheMPConnector with a server, in mode `check`. The plugin makes all code of kvfix in hooks raise."""
+    """Run LMCacheMPConnector with a server, in mode `check`. The plugin makes kvfix's code raise in every hook."""
     with server() as transfer:
         more = {"mode": "check", "environment": {"KVFIX_TEST_FAULTS": "1"}}
         return start.run(tmp_path_factory.mktemp("mp"), apply=True, transfer=transfer, **more)

@@ -55,7 +55,7 @@ def effect(rule: str, unknown: int) -> int:
 
 
 def worse(released: set[str], fixed: set[str]) -> list[str]:
-    """Return the rules that only the run with fixes violates, if their effect is worse than any without fixes."""
+    """Return rules that only the run with fixes violates: FAULT, and rules with a worse effect than without fixes."""
     worst = min((effect(rule, len(EFFECTS)) for rule in released), default=len(EFFECTS) + 1)
     return sorted(rule for rule in fixed - released if rule == FAULT or effect(rule, 0) < worst)
 

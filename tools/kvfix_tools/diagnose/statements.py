@@ -19,14 +19,14 @@ NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
 FILE, CHECKS = (Path(__file__).with_name(name) for name in ("statements.json", "checks.json"))
 _CONVERSION = re.compile(r"%[-+ #0]*\d*(?:\.\d+)?[diouxXeEfFgGcrs]|%%")
 _PLACE = re.compile(rf"{_CONVERSION.pattern}|\{{\}}")
-#: To identify a line by its text, kvfix needs this many characters outside values (for a check: in one part).
+#: To identify a line by its text, kvfix needs this many characters outside values. `_fits` needs them in one part.
 _TELLS = 16
 _QUOTES, _VALUE = str.maketrans({'"': "'", " ": None, "\n": None}), "\0"
 _NO_ATTRIBUTE = re.compile(r"(?:' object|^module '[\w.]+') has no attribute '")
 
 
 class Statement(NamedTuple):
-    """A logging statement. `template` has `{}` for values. `level` is e.g. `info`. `lines`: line numbers by release."""
+    """A logging statement. `template` has `%s` or `{}` per value. `level`: e.g. `info`. `lines`: numbers by release."""
 
     message: str
     template: str

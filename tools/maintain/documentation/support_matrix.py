@@ -1,7 +1,7 @@
 """Make the page "Is my pair safe?" (theme/pair.js) from the fingerprints and docs/matrix.json (`make matrix`).
 
-For some pairs, above all of old releases, the lab has no result about a bug. The fingerprints then show if the released
-code has the bug. Without the fingerprints, the page would show the bug as absent.
+For some pairs, mostly pairs of old releases, the lab has no result about a bug. The fingerprints then show if the
+released code has the bug. Without the fingerprints, the page would show the bug as absent.
 """
 
 import json

@@ -49,7 +49,7 @@ def fix(impl: Any, scheduler_output: Any) -> Steps:
 
 
 def _save_from(hit: int, tracker: Any, requests: list[Any]) -> None:
-    """Start every save after the hit, because a kv_producer ignores can_save (0.5.6 vllm_v1_adapter.py:1152)."""
+    """Start each save after the hit. can_save=False stops no save of a kv_producer (0.5.6 vllm_v1_adapter.py:1152)."""
     specs = [(each.save_spec, len(each.token_ids)) for each in requests if each.save_spec is not None]
     for spec, tokens in specs:
         spec.skip_leading_tokens = min(hit, tokens)
@@ -58,7 +58,7 @@ def _save_from(hit: int, tracker: Any, requests: list[Any]) -> None:
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
-    """Resume a request at 800 tokens, and schedule 50. With the bug, the hook raises, or the tracker lacks tokens."""
+    """Resume at 800 tokens and schedule 50. With the bug, the hook raises, or the tracker keeps 900 tokens, not 850."""
     specs = {stubs.NAME: adapter.LoadSpec(800, 1024, can_load=False)}
     impl, tracker = stubs.scheduled(adapter, 900, tracked=900, computed=800, load_specs=specs)
     step = stubs.step(50, computed=800, blocks=list(range(60)), resumed=True)

@@ -5,7 +5,7 @@ found in local cpu backend. Local cpu memory is under pressure.`
 
 Cause: A lookup with a hit fetches and pins the chunks. If vLLM's own prefix cache has at least as many tokens as the
 hit, LMCache loads nothing. Only a load or the clean-up of an aborted lookup would release the chunks, and neither
-releases the pins (0.3.15 cache_engine.py:1295). From 0.3.10.post1 on, the clean-up releases no chunk, because it treats
+releases the pins (0.3.15 cache_engine.py:1291). From 0.3.10.post1 on, the clean-up releases no chunk, because it treats
 a (key, chunk) pair as a chunk: `Error releasing memory object: 'tuple' object has no attribute 'ref_count_down'`.
 
 Fix: At the end of a step LMCache calls `lookup_unpin` for each request of the step. With the fix, this call and the

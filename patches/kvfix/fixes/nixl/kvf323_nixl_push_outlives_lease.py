@@ -3,11 +3,11 @@
 Symptom: The prefill engine logs `Releasing expired KV blocks for request ...`; the decode engine logs nothing.
 
 Cause: The worker frees the blocks of a request at the end of its lease, even while a write reads them. vLLM's comment
-says: "Expired requests were already reported, even if their WRITEs finish later" (push_worker.py 0.32.0:818).
+says: "Expired requests were already reported, even if their WRITEs finish later" (push_worker.py 0.32.0:833).
 
 The writer thread does not check whether the lease is over. After a handshake that took longer than the lease, the
 thread writes from blocks that are already free. vLLM does not remove the expired request from `_deferred_push_inbox`
-(:240). After the write, a notice tells the decode engine that all blocks have arrived.
+(:249). After the write, a notice tells the decode engine that all blocks have arrived.
 
 Fix: The fix keeps the lease of a request until its write is done. No write begins after the lease has ended. If no
 write begins, the decode engine waits for the blocks, as after an aborted prefill. With KVF322, this load times out.

@@ -11,7 +11,7 @@ _ABORTS = ("self._process_aborts_queue()", "self.abort_requests(", "self._connec
 
 
 def _asserts(line: LogLine, source: str, function: str = "") -> bool:
-    """Return True for an AssertionError without a message, at a source line with `source`, in or below `function`."""
+    """Return True for an AssertionError without text at a line with `source`, if `function` is in the last 3 frames."""
     fields = line.fields
     if fields["type"] != "AssertionError" or fields["text"]:
         return False

@@ -25,7 +25,7 @@ def asked_for_ever(log: Diagnosis, line: LogLine) -> Answer | None:
     f, head, counts = line.fields, log.state(_Head), log.counts
     done, asked = counts["stored"] + counts["retrieved"], counts["asked"]
     if not head.fields or head.done != done or (head.fields is not f and _answer(head.fields) != _answer(f)):
-        # Restart the count for another request, or after a transfer. A busy engine also repeats lookups in every step.
+        # A busy engine also repeats lookups in every step. So another request or a transfer restarts the count.
         head.fields, head.asked, head.done = f, asked, done
         return None
     if asked - head.asked < POLLS:
@@ -144,8 +144,8 @@ def preempted_while_stored(log: Diagnosis, line: LogLine) -> Answer | None:
     return Answer("requests were preempted, and this LMCache does not wait for stores in flight")
 
 
-#: All CacheBlend separators of a prompt have fewer than _SEPARATORS tokens. Lookups count them, but stores do not.
-#: CacheBlend loads layer by layer. LMCache's log line about a layerwise load has the text `out of total`.
+#: The CacheBlend separators of a prompt have fewer than _SEPARATORS tokens in total. Lookups count these tokens, but
+#: stores do not. CacheBlend loads layer by layer. LMCache's log line of a layerwise load has the text `out of total`.
 _SEPARATORS = 64
 
 
