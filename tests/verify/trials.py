@@ -3,7 +3,7 @@
 NAME is one of these words:
 
     connectors   LMCache in process without and with kvfix, LMCache's server, OffloadingConnector, none
-    faults       every planted fault, on LMCache in process with kvfix
+    faults       every fault of FAULTS, on LMCache in process with kvfix
     partial      prompts whose last chunk is not full, but is stored: a healthy run, and one with a wrong chunk
     noisy        faults on an engine whose logits have noise
     refusals     an API key is missing, no /reset_prefix_cache, no hit, and a server that ends during the run

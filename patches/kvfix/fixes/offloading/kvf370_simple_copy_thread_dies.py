@@ -22,7 +22,7 @@ from functools import partial
 from kvfix.fixes import _offloading, api, stubs
 from kvfix.fixes.api import GO_ON, Any, Fix, Steps, View, engine_log, fix_after, fix_around, fix_before, fix_calls, note
 
-#: Attribute _REQUESTS of the worker: failed loads' requests. Attribute _STORES of scheduler and report: failed stores.
+#: Names of attributes. _REQUESTS: requests with a failed load (worker). _STORES: failed stores (scheduler, report).
 _REQUESTS, _STORES = "_kvfix_failed_requests", "_kvfix_failed_stores"
 #: Attribute of the metadata. It exists only if the scheduler has its part of the fix.
 _TOLD = "_kvfix_knows_failed_copies"
@@ -70,7 +70,7 @@ def _survives(least: int, place: int, noting: Callable[..., Any]) -> api.Fixing:
 
     least: the number of arguments that the fix needs. A loop with fewer arguments runs as without the fix.
     place: the index of the copy's number in an item of the queue. The list of events is the next element.
-    noting: (loop's arguments) -> (`_Noting` queue, arguments in which it replaces the loop's queue, stream function).
+    noting: takes the loop's arguments. Returns a `_Noting` queue, the arguments with this queue, and a stream function.
     The stream function takes an item, and returns the stream that the item's failed copy may still use.
     """
 

@@ -11,7 +11,7 @@ from kvfix_tools.doctor.setup import Setup
 
 @check("plugins")
 def plugins(setup: Setup) -> Iterator[Line]:
-    """If KVFIX and VLLM_PLUGINS are set, checks that VLLM_PLUGINS names kvfix. vLLM loads no other plugins."""
+    """If KVFIX and VLLM_PLUGINS are set, checks that VLLM_PLUGINS names kvfix. vLLM loads only the listed plugins."""
     listed = setup.environment.get("VLLM_PLUGINS")
     mode = setup.environment.get("KVFIX", "")
     if listed is None or not mode or mode.startswith("off"):

@@ -173,7 +173,7 @@ def deprecated(setup: Setup) -> Iterator[Line]:
 
 @check("environment-converted")
 def converted(setup: Setup) -> Iterator[Line]:
-    """If LMCACHE_CONFIG_FILE is set, LMCache can convert every LMCACHE_* variable that is set. See KVD900."""
+    """If LMCACHE_CONFIG_FILE is set, LMCache can convert each LMCACHE_* variable to the setting's type. See KVD900."""
     for each in setup.settings if setup.config_file[0] else ():
         definition = setup.definitions.known.get(each.name)
         if each.source == ENVIRONMENT and definition is not None and not definition.converted:

@@ -1,4 +1,4 @@
-"""Replace `lmcache server`, its client and the transfer context. All actions end `Options.delay` steps later."""
+"""Replace `lmcache server`, its client and transfer context. Lookups, loads and stores take `Options.delay` steps."""
 
 import bisect
 from collections import Counter, deque
@@ -110,7 +110,7 @@ class Server:
         self.loading: Counter[str] = Counter()
         #: {request: number of its stores in flight, in all ranks together}
         self.storing: Counter[str] = Counter()
-        #: {request: number of chunks found, or None during the prefetch}. `query_prefetch_status` removes a number.
+        #: {request: number of chunks found, or None during the prefetch}. A query returns and removes a number.
         self._hits: dict[str, int | None] = {}
 
     def tick(self) -> None:

@@ -115,7 +115,7 @@ SCENARIOS: dict[str, Any] = {
     "mp-freed-while-stored": mp_scenarios(
         # The store of the first chunk has ended, and the last chunk is still copied when the request ends.
         [do.admit("r", prompt(256)), do.run_until_finished("r")],
-        do.step(),  # the worker learns of the request's end, and answers
+        do.step(),  # the worker learns that the request has ended, and reports all its stores as done
         do.keep_blocks(0),  # other requests take the blocks of "r" and write to them
         [do.step(4), do.free_blocks()],
         shows="LAB001 is stored with wrong KV",
@@ -224,7 +224,7 @@ SCENARIOS: dict[str, Any] = {
     ),
     "mp-reset-keeps-what-is-in-flight": mp(
         do.admit("r", prompt(200), max_tokens=4),
-        do.step(3),  # the lookup is answered, and the prompt is computed and stored
+        do.step(3),  # the lookup is answered, the prompt is computed, and its store is in flight
         do.new_weights(),
         shows="LAB001 the chunk that begins at token 0 is stored with wrong KV",
         needs={"lmcache": ">=0.5.6", "vllm": ">=0.22.0"},
@@ -264,7 +264,7 @@ SCENARIOS: dict[str, Any] = {
             num_blocks=24, chunk_size=16, max_num_batched_tokens=16, states=True, separate_object_groups=True, delay=20
         ),
     ),
-    # Only the last of three blocks has a state. The server stores all chunks, because each object has attention KV too.
+    # Each step fills three blocks. Only the last has a state. The server stores all, as each object has attention KV.
     "mp-state-kept-null": _null_state(40, {"chunk_size": 16}),
     # A chunk has two blocks. vLLM keeps a state at the end of each step, here after 48 and 96 tokens, in the third and
     # the sixth block. The second chunk has the third block and the fourth block. The fourth block is null.
@@ -277,8 +277,8 @@ SCENARIOS: dict[str, Any] = {
     ),
     "mp-window-loaded-short": windows(
         # With three MTP modules, vLLM keeps the window of 32 tokens and two tokens before the window. LMCache loads the
-        # last two blocks of "r". vLLM also caches the block of the two tokens (80 to 96), which LMCache does not load.
-        # "other", without a hit in LMCache, hits 112 tokens in vLLM and reads from token 81 on.
+        # last two blocks of the hit of "r". vLLM also caches the block of the two tokens (80 to 96), which LMCache does
+        # not load. "other", without a hit in LMCache, hits 112 tokens in vLLM and reads from token 81 on.
         [do.stored_elsewhere(prompt(128)), do.serve("r", prompt(160), max_tokens=2), do.lookups_fail(1)],
         do.admit("other", prompt(128) + prompt(40, seed=1), max_tokens=2),
         shows="LAB001 in KV group 1",

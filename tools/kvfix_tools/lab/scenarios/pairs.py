@@ -209,7 +209,7 @@ SCENARIOS = {
     "nixl-push-second-decode-waits": push(
         [do.ask("r", prompt(64), 2), do.step(3), do.send_again("r")],
         shows="LAB003 WAITING_FOR_REMOTE_KVS",
-        # With a longer timeout, the engines would pause. After a pause, the lab accepts loads of too few tokens.
+        # With a longer timeout, `Pair.run` would call `time_passes`. Then the lab accepts loads of too few tokens.
         options=PUSH(prefix_caching=False, extra={"push_registration_timeout": 0.5}),
     ),
     "nixl-push-thread-loses-notices": push(

@@ -63,7 +63,7 @@ SCENARIOS = {
     "producer-stores-what-it-must-not": producer(
         do.admit("r", prompt(300), sampling={"extra_args": {"kv_transfer_params": {"lmcache.skip_save": True}}}),
         shows="LAB010 and it asks for lmcache.skip_save",
-        wrong={"lmcache": ">=0.3.12"},  # in earlier releases another bug ends the schedule
+        wrong={"lmcache": ">=0.3.12"},  # in earlier releases the scenario ends early because of another bug
     ),
     "prompt-embeds": scenario(
         do.admit("r", None, max_tokens=2, embeddings=(300, 0.0)),
@@ -185,8 +185,8 @@ SCENARIOS = {
         options=MP(delay=5, num_blocks=21, max_num_batched_tokens=256, reserve_full_isl=False, policy="priority"),
     ),
     "loads-preempted-in-turn": scenario(
-        # With asynchronous scheduling, the router lets a kv_producer generate two tokens. The prompts end with a full
-        # block. While one request loads again, the other request's load ends. A preemption drops the generated tokens.
+        # Each prompt fills its blocks, so the first generated token needs one more block. The loads hold all, so vLLM
+        # preempts the request and drops the token. While this request loads again, the other request's load ends.
         [do.ask("a", prompt(64)), do.ask("b", prompt(64, seed=1))],
         do.run(),  # the OffloadingConnector has both prompts
         [do.ask("r", prompt(64), prefill_tokens=2), do.step(3), do.ask("other", prompt(64, seed=1), prefill_tokens=2)],
