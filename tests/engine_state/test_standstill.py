@@ -221,7 +221,7 @@ SESSION = Waiting("s", OUTSIDE, holds=4)
         # a request runs, so the unknown values do not matter
         ("valid", {"running": 1, "in_flight": None, "free": None}),
         ("unknown", {"waiting": (replace(FIRST, needs=None),)}),
-        # request s is a session that waits for its client
+        # in these three cases, a session (OUTSIDE) waits for its client
         ("valid", {"waiting": (Waiting("r", OUTSIDE),)}),
         ("valid", {"waiting": (*STUCK.waiting, SESSION)}),
         ("violated", {"waiting": (*STUCK.waiting, replace(SESSION, holds=3))}),

@@ -75,7 +75,7 @@ def link(released: Sequence[Path], folder: Path) -> None:
 
 
 def prefer(folder: Path) -> None:
-    """To import copies in `folder`, unload their originals, and all modules of _OURS that import an unloaded module."""
+    """Unload modules with a copy in `folder`, and modules of _OURS that import them. Python then imports the copies."""
     for name, module in list(sys.modules.items()):
         place = folder / name.replace(".", "/")
         if "__path__" in vars(module) and place.is_dir() and _is_own(place, folder) and not _is_test(name):
@@ -247,7 +247,7 @@ def _run(folder: Path, arguments: list[str], plugins: list[Any]) -> None:
     os.chdir(folder)
     options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(folder)]
     wanted = [option for plugin in ("pytest_asyncio", "pytest_mock", "pytest_timeout") for option in ("-p", plugin)]
-    # vLLM calls gc.unfreeze after each test (parallel_state.py 0.32.0:2516). Then the collector visits all old objects.
+    # vLLM calls gc.unfreeze after each test (parallel_state.py 0.32.0:2535). Then the collector visits all old objects.
     with mock.patch.object(gc, "unfreeze"):
         pytest.main([*options, *wanted, "--timeout=60", *arguments], plugins=plugins)
     for name in list(filter(_is_test, sys.modules)):

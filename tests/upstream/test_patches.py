@@ -90,7 +90,7 @@ class Release:
         return dict(self.fork_server(patched.tried, None, str(folder), dist, tests, code, played, list(fixes)))
 
     def plays(self, connector: str, code: str) -> list[str]:
-        """Return digests of the unpatched release. If the fix changes healthy schedules, apply the fix there too."""
+        """Return digests of plain schedules without the patch. Apply the fix only if it changes healthy schedules."""
         if code not in changing(connector):
             return list(self.unpatched["healthy"][connector])
         return list(self.ask(self.scratch, "", [], "", [connector], (code,))["healthy"][connector])

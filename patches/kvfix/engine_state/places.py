@@ -149,7 +149,7 @@ def _is_engine(found: Any) -> bool:
 
 
 def worker_connector() -> Any:
-    """Return the connector of the worker in this process (kv_transfer_state.py 0.32.0:18), or None."""
+    """Return the connector of the worker in this process (kv_transfer_state.py 0.32.0:16), or None."""
     return getattr(sys.modules.get("vllm.distributed.kv_transfer.kv_transfer_state"), "_KV_CONNECTOR_AGENT", None)
 
 

@@ -28,7 +28,7 @@ class Advice(NamedTuple):
 
 
 def fixes(log: Diagnosis, found: LogFinding) -> list[Fix]:
-    """Return the fixes for this finding that the log's releases need. An unknown release may need all fixes."""
+    """Return the fixes for this finding that the log's releases need. Assume that an unknown release needs a fix."""
     handling = catalogue.handling(found.rule.code, found.rule.message)
     return [each for each in handling if _dist(log, found, each) is not None]
 
@@ -61,7 +61,7 @@ def heading(found: LogFinding) -> str:
 
 
 def advice(log: Diagnosis, found: LogFinding) -> list[Advice]:
-    """Return the remedies, surest first: fixes of kvfix, then releases without the bugs, then a setting."""
+    """Return the remedies, surest first: fixes, releases that do not need them, settings, releases in `fixed_in`."""
     concerned = fixes(log, found)
     fixable = [each for each in concerned if each.fixable]
     made = []
@@ -102,7 +102,7 @@ def remedy(log: Diagnosis, found: LogFinding) -> Remedy:
 
 
 def _ahead(log: Diagnosis, found: LogFinding, good: str) -> str:
-    """Return `good`. Drop each upgrade to a release that is as old as the log's release, or older."""
+    """Return `good` without upgrades to releases up to the log's release. If nothing is left, advise a report."""
     kept = [part for part in good.split("; ") if not _is_behind(log, found, part)]
     if kept:
         return "; ".join(kept)

@@ -20,7 +20,7 @@ _DEBUG = FRAME + b"DEBUG:"
 _HEAD = STAMP + 24
 #: If more than _FEW lines are outside messages and tracebacks, the input is not a paste of messages (`Headless`).
 _FEW = 5
-#: A Markdown heading, or a comment in a settings file. An input with one of these lines is not a log.
+#: A Markdown heading, or a comment in a settings file. An input with one of these lines is not a paste of messages.
 _HEADING = re.compile(rb"\s*#{1,6} \S")
 
 

@@ -73,7 +73,7 @@ class CellCheck:
         return make("host", self.geometry, order, parts, self.device, self.cell.seed)
 
     def run(self, transfer: Transfer, brief: bool = False) -> Result:
-        """Run the check. brief: skip the step in which kvfix itself fills the host buffers before a load."""
+        """Run the check. brief: do not fill the host buffers. The check then loads only KV that it stored."""
         self.result.operations = transfer.operations
         host = transfer.host
         try:

@@ -3,7 +3,7 @@
 A word is eight bytes of KV. The identity of a word is a number of 63 bits. It encodes the word's generation, layer, K
 or V, slot, head, and index in the row (the elements of one head). A 64-bit bijection maps the identity to the content
 of the word. So two words differ in about half of their bits, and some words are NaN, -0.0 or denormal as floats. The
-inverse of the bijection gives the identity of a misplaced word. An element of a tensor is too short for an identity.
+inverse of the bijection gives the identity of a misplaced word. An identity needs a word: one element is too short.
 """
 
 from typing import Any, NamedTuple
@@ -57,7 +57,7 @@ def encode(numbers: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def decode(words: torch.Tensor, seed: int) -> torch.Tensor:
-    """Return the identity of each word as a number. A word without identity gives a negative or too large number."""
+    """Return the identity of each word as a number. A word without identity nearly always gives an invalid number."""
     x = words ^ _logical_shift(words, _S2) ^ _logical_shift(words, 2 * _S2)
     x = x * _signed(pow(_B, -1, 1 << 64))
     x ^= _logical_shift(x, _S1)

@@ -6,16 +6,16 @@ unrecognized request ... were retrieved by a decode worker. They may have expire
 Cause: The prefill engine keeps the blocks for `kv_lease_duration` (30 s by default), and longer if the decode engine
 renews the lease with heartbeats (base_worker.py 0.32.0:3014). If the router or an engine hangs for longer, the prefill
 engine frees the blocks. The decode engine does not know when the lease ends. vLLM sets `remote_blocks_expiry_time` only
-for the other direction, where prefill reads from decode (pull_scheduler.py 0.32.0:271). NIXL does not check the lease.
+for the other direction, where prefill reads from decode (pull_scheduler.py 0.32.0:269). NIXL does not check the lease.
 
 Fix: With the fix, the prefill engine tells the decode engine when the lease ends. The decode engine adds the time by
 which its heartbeats have renewed the lease. If a read ends after the lease, it fails, and `kv_load_failure_policy`
 decides. The fix does nothing with `bidirectional_kv_xfer`, because vLLM then uses `remote_blocks_expiry_time` itself.
 
-Mixed roll-out: Use the fix in both the prefill engine and the decode engine, or in neither. If only one engine has it,
-the decode engine still reads blocks whose lease has ended. The prefill engine adds `remote_blocks_expiry_time` to the
-`kv_transfer_params` that it returns, and the router must pass this key on. A decode engine with `bidirectional_kv_xfer`
-declines reads after the time in this key, even if heartbeats renewed the lease. So set this option in both or neither.
+Mixed roll-out: Use the fix in the prefill and the decode engine, or in neither. If only one engine has it, the decode
+engine still reads blocks whose lease has ended. The prefill engine adds `remote_blocks_expiry_time` to the returned
+`kv_transfer_params`. The router must pass this key on. A decode engine with `bidirectional_kv_xfer` declines reads
+after this key's time, even if heartbeats renewed the lease. Set `bidirectional_kv_xfer` in both engines or none.
 - Remove when: vLLM fails a read that ends after its lease.
 """
 

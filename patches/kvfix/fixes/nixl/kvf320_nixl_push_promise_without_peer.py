@@ -5,8 +5,8 @@ Symptom: EngineCore of the decode engine dies with `KeyError: 'remote_engine_id'
 
 Cause: The router or any client can set the parameters. If the parameters ask for a remote prefill,
 get_num_new_matched_tokens promises the whole prompt (push_scheduler.py 0.32.0:122). After the allocation of the blocks,
-update_state_after_alloc reads the peer's address from the parameters without a check (:189-193). build_connector_meta
-reads `remote_request_id` without a check too (metadata.py 0.32.0:330).
+update_state_after_alloc reads the peer's address from the parameters without a check (:184-187). build_connector_meta
+reads `remote_request_id` without a check too (metadata.py 0.32.0:334).
 
 Fix: If the parameters do not name a peer, the fix promises 0 tokens, and the request computes its prompt itself.
 - Remove when: vLLM checks the parameters before it promises tokens.
