@@ -1,4 +1,4 @@
-"""No line of a packed, split, streamed or damaged log is lost. KVFIX_TEST_EXAMPLES: number of damaged logs."""
+"""Read compressed, split, damaged and random logs. KVFIX_TEST_EXAMPLES sets the number of damaged and random logs."""
 
 import gzip
 import io

@@ -22,7 +22,7 @@ def troubles(log: Diagnosis) -> set[str]:
 
 
 def test_the_end_of_a_log_and_its_decisive_line_do_not_contradict_the_whole() -> None:
-    """The whole log has each finding that is certain in its end or in its decisive line. The test ignores symptoms."""
+    """Each certain finding of the last 200 lines or decisive line is also in the whole log. Symptoms are left out."""
     for log in known():
         whole = diagnosed(log)
         lines = log.splitlines(keepends=True)

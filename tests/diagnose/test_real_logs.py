@@ -30,7 +30,7 @@ def diagnose(*names: str) -> Diagnosis:
     ("names", "found"),
     [
         (["crash-0.3.10"], ["KVD101"]),  # a small version of LMCache issue 2158, with LMCache 0.3.10
-        (["healthy-0.5.6-debug"], []),  # the first round of healthy-0.5.6 at DEBUG, cut off in the middle
+        (["healthy-0.5.6-debug"], []),  # at log level DEBUG; the log ends during the first round of requests
         (["min-retrieve-0.5.6"], ["KVD103"]),  # six requests that preempt one another, with min_retrieve_tokens
         (["deaf-0.5.6"], ["KVD203"]),  # the worker answers no lookups
         # LMCache fails to start in the worker. The lookups of three requests time out.
@@ -53,7 +53,7 @@ def test_real_logs(names: list[str], found: list[str]) -> None:
 
 @pytest.mark.parametrize("names", [["healthy-0.5.6", "crash-0.3.10"], ["crash-0.3.10", "healthy-0.5.6"]])
 def test_an_engine_that_was_upgraded_has_one_log(names: list[str]) -> None:
-    """The log has five healthy engines and one that crashes. The finding names the release of the crashed engine."""
+    """The log has five healthy engines and one that crashes. The remedy is for the release of the crashed engine."""
     diagnosis = diagnosed(b"".join(real(name) * (5 if "healthy" in name else 1) for name in names))
     assert codes(diagnosis) == ["KVD101"]
     remedy, alone = (advice.remedy(each, each.findings[0]) for each in (diagnosis, diagnose("crash-0.3.10")))
@@ -89,7 +89,7 @@ def test_the_history_of_a_crash() -> None:
 
 
 def test_why_a_worker_goes_on_without_lmcache() -> None:
-    """The log has the reason as a traceback in the middle of a line."""
+    """LMCache logs the reason as a traceback inside one message, so the message has several lines."""
     found = diagnose("degraded-0.5.6").findings[1]
     assert found.sentence == "LMCache failed to start: RuntimeError: No supported cpu connector found."
     assert [line.line for line in found.evidence] == [90, 89]

@@ -4,8 +4,8 @@
 
 `--anew` runs the tests (.cache/peers) twice without kvfix, and writes tests/peers/<dist>-<release>.json: the number of
 passed tests and all other tests. A missing file causes the same run. Tests that fail only with kvfix run again in one
-process, with kvfix and without. exceptions.json names tests that must fail with kvfix. Exit 1 if another test fails both
-times with kvfix and passes without kvfix, if a test of exceptions.json does not fail, or if a test was not run.
+process, with kvfix and without. exceptions.json names tests that must fail with kvfix. Exit 1 if another test fails
+both times with kvfix and passes without kvfix, if a test of exceptions.json does not fail, or if a test was not run.
 """
 
 import json

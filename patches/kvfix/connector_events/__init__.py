@@ -131,7 +131,7 @@ def _record(watched: WatchedConnector, what: str, args: tuple[Any, ...], kwargs:
 
 
 def _begin(connector: Any, is_scheduler: bool) -> WatchedConnector | None:
-    """Start to record this connector. After an error, return None. kvfix then records nothing of the connector."""
+    """Start to record this connector. Return None after an error. If `WatchedConnector` raises, record nothing."""
     held = vars(connector)
     try:
         held[_HELD] = SimpleNamespace(generation=session.generation, running=None)  # remains if the next line raises

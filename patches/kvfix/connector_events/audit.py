@@ -27,7 +27,7 @@ _HELD = "_kvfix_audit"
 _OTHER_WAYS = ("use_layerwise", "enable_blending", "enable_async_loading", "enable_pd")
 #: The values of vLLM's `cache_dtype` with which the KV cache is not quantized.
 _EXACT = ("auto", "half", "float16", "bfloat16", "float", "float32")
-#: `Difference.error` in place of NaN or infinity: the cache has NaN, or vLLM's KV is zero and the cached KV is not.
+#: `Difference.error` is _NO_NUMBER if the cached KV is not finite, or if vLLM's KV is zero and the cached KV is not.
 _NO_NUMBER = 1e9
 
 

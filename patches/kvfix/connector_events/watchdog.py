@@ -162,7 +162,7 @@ def _calls() -> list[Call]:
 
 
 def _inside(calls: list[Call]) -> tuple[Any, ...]:
-    """Return the main thread's hook. Before the first step, also accept a call that starts LMCache. Else return ()."""
+    """Return ("call", name, start) if the main thread is in a hook or, before any step, starts LMCache; else ()."""
     main = threading.main_thread().ident
     for watched in recorder.connectors():
         running = (watched.running or {}).get(main or 0)

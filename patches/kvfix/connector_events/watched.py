@@ -57,7 +57,7 @@ class WatchedConnector:
         self.audit: Audit | None = None
         self.sees_loads = type(self.reader) is not Reader
         self.ledger = Ledger(sees_loads=self.sees_loads)
-        #: In the scheduler: {request: last lookup or load}. In the worker: {request: last load or store}.
+        #: In the scheduler: {request: last lookup or load}. In the worker: {request: last load, store or comparison}.
         self._last: dict[str, Event] = {}
         self._due: dict[str, ev.LoadDue] = {}
         self._storing: list[Span] = []

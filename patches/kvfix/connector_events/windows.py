@@ -48,7 +48,7 @@ class Stores:
         self._last: list[Read] = []
 
     def step(self, metadata: Any, output: Any) -> Iterator[ev.BlocksLost]:
-        """Yield an event for each chunk that a store of this or the previous step reads from lost blocks."""
+        """Yield an event per chunk with lost blocks. The last step's chunks count only if a lost block is reused."""
         stores = [meta for meta in metadata.requests if meta.direction == "STORE"]
         if not (stores or self._last):
             return
@@ -67,7 +67,7 @@ class Stores:
         for group, (window, size) in self._windows.items():
             for start in range(op.start, op.end, self._chunk):
                 end = start + self._chunk
-                # the server keeps no more of a chunk than the window (v1/kv_layer_groups.py 0.5.6:580)
+                # the server keeps at most the last `window` tokens of a chunk (v1/kv_layer_groups.py 0.5.6:580)
                 places = range((end - min(window, self._chunk)) // size, end // size)
                 first = op.start // size
                 if group in self._states and not any(op.block_ids[group][start // size - first : end // size - first]):

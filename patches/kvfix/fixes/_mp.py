@@ -78,7 +78,7 @@ BLOCKS = stubs.Stub(get_block_ids=lambda: (list(range(32)),))
 
 
 class Adapter:
-    """A stub of the scheduler's adapter for probes. Lookups find `found` tokens. `asked` records the calls."""
+    """A scheduler adapter for probes. Lookups find `found` tokens. `asked` records lookups and undefined methods."""
 
     lmcache_tokens_per_chunk = 256
     is_healthy = True
@@ -135,7 +135,7 @@ def tracked(module: ModuleType, request: Any, found: int | None = 0, **counts: i
 def looks_up(**more: Any) -> tuple[Probe, Probe]:
     """Return probes of `get_num_new_matched_tokens` and `on_new_request`. more: attributes of the request.
 
-    512 tokens are cached. With the bug, the first hook promises 512 tokens, and the second hook sends a lookup.
+    With the bug, the first hook promises the 512 cached tokens, and the second hook sends a lookup.
     """
 
     def finds(hook: Callable[..., Any], module: ModuleType) -> bool:

@@ -99,7 +99,7 @@ class Loaded(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """The worker has stored tokens [start, end) of the request in the external cache."""
+    """The worker stores tokens [start, end) of the request in the external cache, in this step or before."""
 
     request: str
     start: int

@@ -6,7 +6,7 @@ id again, vLLM never frees the blocks of the second request, and the KV cache fi
 Cause: The adapter keeps all ids that it has reported as done (`_returned_finished`, vllm_multi_process_adapter.py
 0.5.6:2034). With asynchronous scheduling two steps may ask about the same id, but the adapter must report it only once.
 
-Fix: The fix keeps only the last 32 to 64 ids. If more requests end in one step, the fix keeps all ids of this step.
+Fix: The fix keeps only the last 33 to 66 ids. If more requests end in one step, the fix keeps all ids of this step.
 - Releases: LMCache 0.4.3 to 0.5.6, with its own connector and with vLLM's copy.
 - Upstream: https://github.com/LMCache/LMCache/issues/5339 (open), https://github.com/LMCache/LMCache/pull/5363 (open),
   https://github.com/local-inference-lab/vllm/pull/525 (a fork whose review found the bug first).

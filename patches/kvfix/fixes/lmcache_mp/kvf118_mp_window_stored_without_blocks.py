@@ -55,7 +55,7 @@ def _whole_until(op: Any, windows: dict[int, tuple[int, int]], chunk: int, compu
     """Return the first token of the first chunk whose window blocks vLLM does not have, or the end of the store."""
     for start in range(op.start, op.end, chunk):
         for group, (window, size) in windows.items():
-            # the server keeps no more of a chunk than the window (v1/kv_layer_groups.py 0.5.6:580)
+            # the server keeps at most the last `window` tokens of a chunk (v1/kv_layer_groups.py 0.5.6:580)
             first, last = start + chunk - min(window, chunk), start + chunk
             ids = op.block_ids[group][(first - op.start) // size : (last - op.start) // size]
             if 0 in ids or first < _windows.kept_from(computed, window, size):

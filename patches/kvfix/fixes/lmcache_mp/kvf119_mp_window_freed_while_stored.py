@@ -12,10 +12,10 @@ At the end of a request, vLLM also frees the blocks before the window at once (s
 other blocks of the request only when the stores have ended. LMCache waits for its stores only after a preemption
 (`need_flush_before_forward`, lmcache_mp_connector.py 0.5.6:1478).
 
-Fix: For each store, the fix records the blocks of windows and states that the store reads. The fix also records which
-of these blocks vLLM has freed. If a step uses a freed block, the fix sets the flag that LMCache sets after a
-preemption. Before the step, each worker then waits for its stores in flight, at most `mq_timeout` for each store. Up to
-LMCache 0.5.5 the fix needs KVF106: on CUDA, LMCache does not wait.
+Fix: The fix records which blocks of windows and states the stores read, and which of these blocks vLLM has freed. If a
+step uses a freed block, the fix sets the flag that LMCache sets after a preemption. Before the step, each worker then
+waits for its stores in flight, at most `mq_timeout` for each store. Up to LMCache 0.5.5, the workers wait on CUDA only
+if KVF106 is applied.
 - Releases: LMCache 0.4.7 to 0.5.6. Earlier releases were not tested with several KV groups.
 - Remove when: vLLM or LMCache keeps a block until the block is stored.
 """
