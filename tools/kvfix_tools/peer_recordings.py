@@ -39,8 +39,8 @@ class Reader(NamedTuple):
     request: str
     loaded: bool
     failed: bool  # the load failed, or the request ended before the push. In both cases vLLM sends no release message
-    #: Latest possible end of the load, or of the request, in ns of the keeping engine's clock. None if the load or the
-    #: request has not ended, or if the clock difference has no known lower bound.
+    #: Latest possible end of the load, or of a request without a load, in ns of the keeping engine's clock. None if
+    #: this end is not recorded, or if the clock difference has no known lower bound.
     done: int | None
     pushed: bool  # True: prefill writes the blocks (push)
 
@@ -167,7 +167,7 @@ class Peers:
 
 
 def _with_readers(engine: Engine, kept: str, readers: Sequence[Reader]) -> Iterator[ev.Event]:
-    """Yield the scheduler's events of a kept request, and insert the events of the request's readers in order."""
+    """Yield a kept request's events, then its readers'. The lease ends before the reads unless a release is missing."""
     ended, expired = _end(engine.history(kept))
     events = [entry.event for entry in _of_scheduler(engine, kept)]
     leased = any(isinstance(event, ev.Leased) for event in events)

@@ -39,7 +39,7 @@ _BEFORE = {"0.15": "0.11.2.post2", "0.20": "0.15.1", "0.26": "0.20.2", "0.32": "
 class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The record of a known problem. docs/knowledge.md describes the fields, and how to add a record.
 
-    message: the violation's text for a rule of the ledger, else None. `fixes` matches this text with fixes' `evidence`.
+    message: in the record of a violated rule, the violation's text. `fixes` compares the text with fixes' `evidence`.
     """
 
     code: str
@@ -116,7 +116,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return Answer(sentence, line.request, sure=self.certain and not nearly)
 
     def gives_way(self, records: list[Problem], line: LogLine) -> bool:
-        """Return True if one of `records` is more specific than this record, or explains an error in the line."""
+        """Return True if one of `records` is more specific, or if this record `quotes` and one of them does not."""
         if self.quotes and any(not each.quotes for each in records):
             return True
         own = [each for each in self.shows if fits(each, line) is not None]

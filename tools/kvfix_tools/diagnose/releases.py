@@ -64,7 +64,7 @@ class Releases:
             self._candidates = (self._candidates & found or self._candidates) if self._candidates else found
 
     def placed(self, file: str | None = None) -> list[str]:
-        """Return the vLLM releases, oldest first, that fit the code locations in this file, or else in all files."""
+        """Return the vLLM releases, oldest first, that fit the code locations in this file, or else in any file."""
         own = self._placed.get(self.file if file is None else file)
         return sorted(own or frozenset[str]().union(*self._placed.values()), key=Version)
 

@@ -15,7 +15,7 @@ from kvfix_tools.diagnose.log_finding import LogFinding, by_kind
 from kvfix_tools.diagnose.log_line import LogLine, without_tokens
 from kvfix_tools.diagnose.report_text import named_versions, nothing_found, read_words
 
-#: Maximum sizes of the summary and of a line in bytes, and maximum numbers of each kind of entry.
+#: Maximum size of the summary in bytes and of a line in characters, and maximum numbers of each kind of entry.
 LIMIT, _WIDTH = 8000, 300
 _EXCEPTIONS, _FRAMES, _FINDINGS, _UNKNOWN, _PROCESSES = 4, 6, 6, 5, 6
 #: Settings in vLLM's line `non-default args: ...` that decide what a connector does.

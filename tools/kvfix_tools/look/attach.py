@@ -154,7 +154,7 @@ def _show(engine: _Engine, pid: int, wanted: str, json: bool) -> int:
         return screen.error("\n".join(dict.fromkeys(engine.settings)), 77)
     done = shown and all(answer["state"] == wanted for answer in shown.values())
     rows = [row for answer in shown.values() for row in answer.get("rows", ())]
-    # Exit 1 if a fix is refused or has raised an error. A fix that applies only at the engine's start is no failure.
+    # Exit 1 if a fix is refused, undecided or has raised. A fix that applies only at the engine's start is no failure.
     return int(not done or any(row["verdict"] in ("refused", "unknown") or row.get("faults") for row in rows))
 
 

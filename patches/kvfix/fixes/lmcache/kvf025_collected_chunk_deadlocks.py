@@ -3,9 +3,9 @@
 Symptom: The hang can begin at any time. In `py-spy dump`, `__del__ (lmcache/v1/memory_management.py)` has called `free`
 or `wrapper (lmcache/utils.py)`, which waits for a lock. An outer function in the same stack holds this lock.
 
-Cause: `TensorMemoryObj.__del__` frees a chunk that was never released. `__del__` takes non-reentrant locks of
-`AddressManager` and of all statistics (0.5.6 utils.py:714-731). If an exception leaves a chunk in a reference cycle,
-the garbage collector may call `__del__` while `allocate` or `PrometheusLogger.GetOrCreate` holds one of the locks.
+Cause: `TensorMemoryObj.__del__` frees a chunk that was never released. `__del__` takes two non-reentrant locks: the
+lock of `AddressManager`, and the lock of all statistics (0.5.6 utils.py:714-731). If an exception leaves a chunk in a
+reference cycle, the collector may call `__del__` while `allocate` or `PrometheusLogger.GetOrCreate` holds either lock.
 
 Fix: With the fix, `__del__` only lists the chunk. The next `ref_count_down` of any chunk frees the listed chunks.
 - Upstream: https://github.com/LMCache/LMCache/pull/4675 is open, for the lock of the statistics;

@@ -1,7 +1,7 @@
 """The lab's engine: vLLM's real scheduler, a real connector, and memory whose right contents the lab knows.
 
-A schedule is a list of calls of LabEngine's methods. Each call does what a client or another engine would do, causes a
-fault, or checks an expectation. In this file, a step is one iteration of the engine.
+A schedule is a list of calls of methods of LabEngine or its connector. Each call does what a client or another engine
+would do, causes a fault, or checks an expectation. In this file, a step is one iteration of the engine.
 """
 
 import sys
@@ -28,7 +28,7 @@ from kvfix_tools.lab.engine.request_events import Liveness, RequestEvents
 from kvfix_tools.lab.engine.workers import Executor
 from kvfix_tools.lab.options import KNOWN, OF_VLLM, Options
 
-#: `run` ends after this many idle steps in a row. In the lab, each lookup and each load takes fewer steps.
+#: `run` ends after more than this many idle steps in a row. In the lab, each lookup and each load takes fewer steps.
 IDLE = 64
 #: Duration of a step, in seconds of the lab's own clock.
 STEP = 0.1
@@ -174,7 +174,7 @@ class LabEngine:
         self._failed.popleft()
 
     def _check_liveness(self, forward: bool) -> None:
-        """Report LAB009 if no request can move. Blocks of `take_blocks` and steps without output count as transfers."""
+        """Report LAB009 if no request can move. Blocks from `take_blocks` and steps without output are in flight."""
         paused = bool(getattr(self.scheduler, "pause_state", 0))  # vLLM 0.15 cannot pause
         idle = paused or not self.scheduler.has_unfinished_requests()
         if forward or idle or self.connector.busy():
@@ -347,7 +347,7 @@ class LabEngine:
             self.iterate()
 
     def run(self, steps: int = 1000) -> None:
-        """Make steps until the engine has no work, or was idle for IDLE steps. Make at most `steps` steps."""
+        """Make steps until the engine has no work, or was idle for more than IDLE steps. Make at most `steps` steps."""
         self.idle = 0
         for _ in range(steps):
             if not self.scheduler.has_requests() or self.idle > IDLE:

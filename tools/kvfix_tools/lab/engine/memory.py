@@ -32,7 +32,7 @@ class Prefix:
         self.contents: list[int] = []
 
     def of(self, tokens: Sequence[int]) -> list[int]:
-        """Return the contents of `tokens`, and of further tokens that an earlier call had. Do not change the result."""
+        """Return the contents of `tokens`, and of tokens that followed in an earlier call. Do not change the result."""
         known = len(self._tokens)
         if known < len(tokens):
             new = list(tokens[known:])
