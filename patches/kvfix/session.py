@@ -41,7 +41,7 @@ class Session:
         # Imports (activation). Any thread may import a module.
         #: Modules with functions to wrap, or None if kvfix has not read them yet.
         self.modules: frozenset[str] | None = None
-        #: (thread id, module) while `activation.Finder` asks the other finders for the module in this thread.
+        #: Pairs (thread id, module): in this thread, `activation.Finder` is asking the other finders for the module.
         self.finding: set[tuple[int, str]] = set()
         #: Modules whose code an import is executing now.
         self.executing: set[str] = set()

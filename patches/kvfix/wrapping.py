@@ -284,7 +284,7 @@ def _for_some(guards: tuple[Function, ...], call: Function, others: Function) ->
                 if only(args[0]):
                     chain = call
                     break
-        except Exception:  # noqa: BLE001 - the wrapper that has this guard handles the error
+        except Exception:  # noqa: BLE001 - the wrapper calls the guard again (fixes/api.py), and handles the error
             chain = call
         return chain(*args, **kwargs)
 

@@ -65,7 +65,7 @@ def test_what_every_release_prints_is_read(dist: str) -> None:
 
 @lru_cache(maxsize=1)
 def every_line() -> list[tuple[str, str]]:
-    """Return (message, line) for every text of a log statement. The line is from the newest release with this text."""
+    """Return (message, line) for each text that LMCache logs. The line is from the newest release with this text."""
     logged = [row for row in statements.known()["lmcache"] if row.level in LOGGED]
     return [(row.message, printed(max(row.lines, key=Version), row)) for row in logged]
 

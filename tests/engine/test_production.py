@@ -121,7 +121,7 @@ PLACES = pytest.mark.parametrize("place", ["on_server", "in_process"])
 def test_speculative_decoding(place: str, engines: Engines) -> None:
     ran = getattr(engines, place)(f"ngram-{place}", NGRAM, save_decode_cache=True)
     assert_loaded(ran, engines.plain(NGRAM))
-    # vLLM accepted some drafts, and rejected others. LMCache also loaded the fourth chunk, whose tokens were generated.
+    # vLLM accepted some drafts, and rejected others. LMCache also loaded the fourth chunk, which has generated tokens.
     assert 0 < ran.answer["counters"][ACCEPTED] < ran.answer["counters"][DRAFTS]
     granted = [line["tokens"] for line in ran.notes if line["what"] == "grant"]
     assert granted[-len(ANSWERS) :] == [256] * len(ANSWERS)

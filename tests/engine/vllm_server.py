@@ -43,7 +43,7 @@ Request = tuple[list[int], int]
 
 
 class Server:
-    """A vLLM server with this mode of kvfix ("": no kvfix). transfer: kv_transfer_config, or a text to pass on."""
+    """A vLLM server with this mode of kvfix ("": no kvfix). transfer: kv_transfer_config as a dictionary or a text."""
 
     def __init__(
         self, folder: Path, transfer: dict[str, Any] | str | None, mode: str, options: Sequence[str] = (),

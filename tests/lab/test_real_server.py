@@ -38,7 +38,7 @@ def play_all() -> dict[str, Any]:
 
 
 def _played_twice() -> list[list[int]]:
-    """Play eight seeds twice. If both plays of a seed have equal ITS_OWN counts and no eviction, return their steps."""
+    """Play eight seeds twice. Return both numbers of steps of each seed with equal ITS_OWN counts and no eviction."""
     run = late.Run("mp", True, real_server=True)
     twice = [[run.play(range(seed, seed + 1), inf) for _ in range(2)] for seed in SEEDS[:8]]
     own = [[[each.counts[name] for name in ITS_OWN] for each in both] for both in twice]

@@ -71,7 +71,7 @@ def test_with_fixes(slug: str, release: str, once: Once) -> None:
         return
     assert each["outcome"] in ("clean", "not-applicable"), each
     if each["outcome"] == "clean" and each["expected"] == "violated":
-        # A pair of engines may store nothing, but then it has a lease or an abort. A session counts its inputs instead.
+        # A pair of engines may store nothing, but then it has a lease or an abort. A scenario with sessions has inputs.
         done = ("stored_tokens", "finished", "leases", "aborted", "aborts", "inputs")
         assert sum(each["counts"].get(name, 0) for name in done) > 0, "nothing was tested"
 

@@ -1,4 +1,4 @@
-"""Replace torch for `make quick`. In pytest, skip the test. In a test's program, create a file and end the program."""
+"""Replace torch for `make quick`. In pytest, skip the test. In a program that a test starts, create a file and exit."""
 
 import os
 

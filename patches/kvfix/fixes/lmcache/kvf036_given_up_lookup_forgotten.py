@@ -12,7 +12,7 @@ The client counts replies by id only. When it has as many replies as workers, it
 third one. The client may then count replies to the second and the third lookup together, and the load begins early. A
 worker that has not fetched its chunks dies. If no worker dies, the chunks of the third lookup are never released.
 
-Fix: Until LMCache cleans up a timed-out lookup, the client keeps the lookup and sends no new one (KVF011).
+Fix: Until LMCache cleans up a timed-out lookup, the client keeps the lookup, so KVF011 prevents a new lookup.
 - Releases: LMCache 0.3.10 to 0.5.6, with `enable_async_loading`.
 - Remove when: `clear_lookup_status` does not delete a lookup in `aborted_lookups`, or each lookup has an id of its own.
 """

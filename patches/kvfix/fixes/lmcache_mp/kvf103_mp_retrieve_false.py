@@ -38,7 +38,7 @@ def load(adapter: Any, future: Any, blocks: Any) -> Any:
 
 
 def _failed(adapter: Any, answer: Any, request_id: str, *_: Any, **__: Any) -> Any:
-    """Report the blocks of the load as failed, even if the load succeeds."""
+    """If the fix itself raises, report the blocks of the load as failed, even if the load succeeds."""
     if request_id in adapter.retrieve_futures:
         adapter.error_block_ids.update(adapter.retrieve_futures[request_id][1])
     return answer

@@ -10,7 +10,7 @@ from kvfix_tools.doctor.machine import connects, port_in_use, redis_refuses, res
 from kvfix_tools.doctor.setup import Setup
 
 _ANY = ("0.0.0.0", "::", "*")
-#: {first word of an error of Redis (server.c of Redis 7.4): remedy}. KVD874 has the remedy for all other errors.
+#: {first word of an error of Redis (server.c of Redis 7.4): remedy}. KVD874 has the remedy for NOAUTH and MISCONF.
 _REFUSALS = {
     "LOADING": "wait until redis-cli ping answers PONG, then start vLLM",
     "READONLY": "set remote_url to the address of the primary (redis-cli info replication: master_host)",

@@ -135,7 +135,7 @@ class Offloading(BothRoles):
 
     @property
     def busy(self) -> bool:
-        """Return True if a copy is in flight or is not reported. Without fixes, a failed copy is never reported."""
+        """Return True if a copy is in flight or a store is unreported. Ignore stores if a copy thread has died."""
         under_way = any(rank.pending for rank in self.ranks)
         return under_way or (self._manager.has_pending_stores() and not any(rank.thread.died for rank in self.ranks))
 

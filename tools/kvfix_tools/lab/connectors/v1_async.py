@@ -163,7 +163,7 @@ class AsyncV1(V1):
         return set().union(*(each.unanswered for each in self.cache_engines))
 
     def kept(self) -> dict[str, set[str]]:
-        """Return the kept state except that of aborted lookups, which LMCache removes at the next lookup."""
+        """Return the kept state. Leave out aborted lookups, because LMCache removes their state at the next lookup."""
         status, unanswered = self.client.reqs_status, self.looking()
         aborted = set(getattr(self.client, "aborted_lookups", ()))
         to_clean = {name for name in aborted if status.get(name) is not None} | unanswered

@@ -62,7 +62,7 @@ def _draw_nixl(seed: int, connector: str, plain: bool) -> Drawn:
     block = rng.choice((4, 8, 16))
     blocks, decode_blocks = rng.randrange(12, 40), rng.randrange(12, 40)
     room = block * (min(blocks, decode_blocks) - 2)
-    # while a lease lasts, a waiting peer renews it six times; each renewal adds two thirds of the lease's duration
+    # a waiting peer renews a lease every `duration // 6` s. A renewed lease lasts at least `duration * 2 // 3` s more
     extra: dict[str, Any] = {"kv_lease_duration": 30 if plain else rng.choice((3, 6, 30))}
     push = connector in ("nixl-push", "nixl-push-multi")
     if push and not plain:
