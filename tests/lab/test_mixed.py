@@ -13,7 +13,7 @@ from kvfix_tools.lab.steps import prompt
 from tests import late
 from tests.conftest import RELEASES, Once, answers
 
-SEEDS = {"nixl-pull": 12, "nixl-push": 17, "mooncake": 48}
+SEEDS = {"nixl-pull": 10, "nixl-push": 10, "mooncake": 20}
 #: (connector, the engine with the fixes, number of seeds)
 PLAYED = [
     *((name, side, seeds) for name, seeds in SEEDS.items() for side in ("prefill", "decode")),
