@@ -108,7 +108,7 @@ def cannot_play_options(options: Options) -> str:
     """Return why a schedule with these options cannot be played on the installed releases, or ""."""
     why = cannot_play(options.connector) or (options.real_transfers and no_nixl())
     lacks = sorted(lacking() & set(options.lmcache))
-    return why or (f"LMCache {versions()['lmcache']} has no setting {', '.join(lacks)}" if lacks else "")
+    return why or (f"the lab plays LMCache {versions()['lmcache']} without {', '.join(lacks)}" if lacks else "")
 
 
 def accepted(made: Callable[..., Any], **arguments: Any) -> dict[str, Any]:

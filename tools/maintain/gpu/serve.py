@@ -106,8 +106,9 @@ def serve(done: stages.Steps, folder: Path, device: str, servers: dict[str, Any]
 
 
 def load(port: int, requests: int, clients: int, seed: int) -> float:
-    """Return the seconds for the requests. No prompt repeats a prompt of the previous run."""
-    prompts = [real_engine.prompt(PROMPT, (seed - number % 2) * requests + number + 1) for number in range(requests)]
+    """Return the seconds for the requests. Every second prompt is from the previous run, so that its KV is cached."""
+    seeds = ((seed - number % 2) * requests + number // 2 + 1 for number in range(requests))
+    prompts = [real_engine.prompt(PROMPT, each) for each in seeds]
 
     def ask(tokens: list[int]) -> None:
         job = {"model": "tiny", "prompt": tokens, "max_tokens": ANSWER, "ignore_eos": True, "temperature": 0}
