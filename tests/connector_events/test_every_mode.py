@@ -1,4 +1,4 @@
-"""Test modes, dumps, reports and `kvfix replay` on vLLM's scheduler, with the LMCache that has the reported bug."""
+"""Test modes, dumps, reports and `kvfix replay` on vLLM's scheduler with LMCache 0.3.10, which has the bug KVF001."""
 
 import json
 import os
@@ -170,7 +170,7 @@ def test_the_report(folder: Path, played: dict[str, Any]) -> None:
 
 
 def test_no_token_is_written(folder: Path, played: dict[str, Any]) -> None:
-    """No file has a list of more than seven numbers. So no file has a prompt, because each prompt is longer."""
+    """No file has a list of more than eight numbers. So no file has a prompt, because each prompt is longer."""
     for path in [*folder.rglob("*.jsonl"), *folder.rglob("*.txt")]:
         assert not re.search(r"(\d+, ?){8}", path.read_text()), path
 
@@ -215,7 +215,7 @@ def test_replay_rejects_other_files(text: str | None, message: str, tmp_path: Pa
     assert message in replayed.text([path], 2)
 
 
-#: Recorder file of a real engine in mode `check only=`, with the reported crash (tests/engine/start.py: REPORT).
+#: Recorder file of a real engine in mode `check` without fixes. The engine died of LMCache issue 2158 (KVF001).
 CRASH = Path(__file__).with_name("recordings") / "crash-lmcache-0.3.10.jsonl"
 
 

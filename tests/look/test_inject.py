@@ -142,7 +142,7 @@ def test_a_thread_in_c_is_silent_and_has_one_call_in_its_queue() -> None:
 
 
 def test_an_exception_of_a_signal_handler_reaches_the_program() -> None:
-    """The signal handler of vLLM up to 0.11 raises SystemExit. The program gets SystemExit even from injected code."""
+    """The signal handler of vLLM up to 0.11 may raise SystemExit in injected code. kvfix raises SystemExit again."""
     code = "import signal; signal.raise_signal(signal.SIGINT)\nfor _ in range(10): pass"
     with target("sleeps") as process:
         assert inject.run(process.pid, code, seconds=60) == "failed: KeyboardInterrupt: "

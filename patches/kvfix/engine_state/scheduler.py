@@ -1,9 +1,9 @@
 """Read the state of vLLM's scheduler (v1/core/sched/scheduler.py, 0.20 to 0.33).
 
     {"class": "Scheduler", "steps": 12, "paused": "", "policy": "fcfs", "block_size": 16,
-     "pool": {"blocks": 60, "free": 5, "cached": 40, "reserved": 7},    reserved: blocks for prefills in flight
+     "pool": {"blocks": 60, "free": 5, "cached": 40, "reserved": 7},    reserved: for prefills and loads in flight
      "answers": 1,              number of steps whose output vLLM does not have yet; None without an EngineCore
-     "deferred": 0,             blocks that vLLM frees once the workers have returned the output of a later step
+     "deferred": 0,             blocks that vLLM frees once it has the output of the steps that may still use the blocks
      "ended_reports": ["r1"],   requests whose load was reported, but which the scheduler has already dropped
      "ranks_left": {"r7": 1},   {request whose load some ranks have reported: number of ranks that have not}
      "settings": {"max_num_batched_tokens": 8192, ...},    settings with which `kvfix lab` builds a scheduler
@@ -14,8 +14,8 @@ A request has these fields:
     {"id": "r7", "status": "WAITING_FOR_REMOTE_KVS", "queue": "kv_holding_waiting", "arrived": 12.5,
      "since": 3.1,              seconds of its current wait; None: not known
      "computed": 128, "total": 140, "prompt": 138, "blocks": 8, "preemptions": 0, "priority": 0,
-     "report": "loaded",        or "failed": worker's report that the scheduler has not handled yet; "": no report
-     "needs": 1,                blocks that must be free before vLLM admits it, including reserved ones; None: not known
+     "report": "loaded",        load report that the scheduler has not handled yet: "loaded", "failed", or "" for none
+     "needs": 1,                free blocks needed to admit it (load between steps: plus "reserved"); None: not known
      "lookup": "in flight", "asked": 0, "hit": 128, "promised": 128, "granted": 128, "loading": [0, 128],
      "loaded": 128, "stored": 0, "phase": "READY", "source": "recorder"}
 

@@ -22,7 +22,7 @@ def compute(connector: Any, promise: Any, request: Any, *_: Any, **__: Any) -> A
 
 
 def compute_new(connector: Any, request: Any, *_: Any, **__: Any) -> Any:
-    """Remove the remote prefill from the request, so that the next hook does not tell the prefill instance about it."""
+    """Remove the request's remote prefill, so that decode does not tell the prefill instance about the request."""
     _is_local(request)
     return GO_ON
 

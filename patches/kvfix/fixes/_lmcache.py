@@ -86,8 +86,8 @@ def stores(hook: Any, adapter: Any, impl: dict[str, Any], **more: Any) -> bool:
 
 #: A function (keyword arguments of an engine call, metadata of the request) that adds keyword arguments to the call.
 Add = Callable[[dict[str, Any], Any], None]
-#: kvfix calls this function if the `Add` function raises. The `Closed` function changes the keyword arguments of the
-#: engine call so that the engine finds and stores nothing.
+#: kvfix calls a `Closed` function if the `Add` function raises. The `Closed` function changes the keyword arguments of
+#: the engine call so that the engine finds and stores nothing.
 Closed = Callable[[dict[str, Any]], None]
 
 

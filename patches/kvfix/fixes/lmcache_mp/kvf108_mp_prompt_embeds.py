@@ -4,7 +4,7 @@ Symptom: With `--enable-prompt-embeds`, a prompt of embeddings returns the text 
 same length. A prompt whose token ids are zeros also returns that text.
 
 Cause: For a request with embeddings, vLLM sets `all_token_ids` to zeros (v1/request.py 0.32.0:148), and the connector
-builds its cache keys from these zeros (lmcache_mp_connector.py 0.5.6:1288).
+builds its cache keys from these zeros (lmcache_mp_connector.py 0.5.6:1297).
 
 Fix: For a request with `prompt_embeds`, the fix sends no lookup and returns no hit. The tracker counts all tokens of
 the request as stored, so LMCache stores none. vLLM's own prefix cache, which hashes the embeddings, works as before.

@@ -2,9 +2,9 @@
 
 Symptom: No error is logged. After chunked prefill, hits return wrong text until the chunks are evicted.
 
-Cause: A worker keeps only the future of a request's last store (vllm_multi_process_adapter.py 0.5.6:1848).
+Cause: A worker keeps only the future of a request's last store (vllm_multi_process_adapter.py 0.5.6:1853).
 `finished_stores` keeps the id of a request whose first store has ended. When the request ends, the worker finds this id
-and reports all stores of the request as done (0.5.6:2651). vLLM frees the blocks and other requests write to these
+and reports all stores of the request as done (0.5.6:2650). vLLM frees the blocks and other requests write to these
 blocks, but the server still copies the last chunks.
 
 Fix: The fix joins the futures of all stores of a request into one future. This future is done only when all stores are

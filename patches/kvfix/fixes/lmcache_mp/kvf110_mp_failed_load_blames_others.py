@@ -5,11 +5,11 @@ loading long ago. These requests share a prefix, such as a system prompt, with t
 `kv_load_failure_policy=recompute` vLLM computes tokens of these requests again.
 
 Cause: A load begins at the start of a chunk, but does not write the blocks that vLLM has already computed
-(`skip_first_n_tokens`, lmcache_mp_metadata.py 0.5.6:387). If the load fails, the worker reports all blocks of the chunk
-(vllm_multi_process_adapter.py 0.5.6:1924), and vLLM fails every request that has one of these blocks.
+(`skip_first_n_tokens`, lmcache_mp_metadata.py 0.5.6:388). If the load fails, the worker reports all blocks of the chunk
+(vllm_multi_process_adapter.py 0.5.6:1923), and vLLM fails every request that has one of these blocks.
 
 Fix: If a load fails, the worker reports only the blocks that the load writes.
-- Remove when: The worker keeps only the blocks that a load writes.
+- Remove when: The worker reports only the blocks that a failed load writes.
 """
 
 from kvfix.fixes import _mp

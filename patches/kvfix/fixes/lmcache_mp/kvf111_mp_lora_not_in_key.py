@@ -11,7 +11,7 @@ Mixed roll-out: Install the fix on all engines that share a server, or on none o
 fix. An engine with the fix does not find the chunks that an engine without the fix has stored for requests with a LoRA.
 An engine without the fix still shares KV between adapters. A server with quotas by `cache_salt` counts each adapter as
 a separate tenant. Requests without a LoRA keep their keys.
-- Releases: LMCache 0.4.5 to 0.5.6, and 0.4.5 to 0.5.5 with lmcache_mp_connector_0201. vLLM's copy: 0.26.0 to 0.33.0.
+- Releases: LMCache 0.4.5 to 0.5.6, and 0.4.5 to 0.5.5 with lmcache_mp_connector_0201. vLLM's copy: 0.11.2 to 0.33.0.
 - Upstream: https://github.com/LMCache/LMCache/issues/2961, https://github.com/vllm-project/vllm/issues/44250 (open).
 - Remove when: The adapter is in the key.
 """

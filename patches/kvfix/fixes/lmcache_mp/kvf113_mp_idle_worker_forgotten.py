@@ -8,7 +8,7 @@ Cause: A server drops a worker that sends no ping within `worker_registration_gr
 0.5.6:134). A worker pings only from its first store or load on (vllm_multi_process_adapter.py 0.5.6:1811, 1892).
 
 Fix: The fix starts the worker's heartbeat after `register_kv_caches`.
-- Releases: LMCache 0.4.5 to 0.5.6; servers drop workers from 0.5.0 on.
+- Releases: LMCache 0.4.5 to 0.5.6. The server drops workers only since 0.5.0.
 - Upstream: https://github.com/LMCache/LMCache/issues/4715 (open).
 - Remove when: A worker pings from its registration on.
 """
@@ -29,7 +29,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
     start, send = stubs.Calls(), stubs.Calls()
     adapter = stubs.Stub(_send_register_kv_caches_request=send, _ensure_heartbeat_started=start)
     adapter.lmcache_tokens_per_chunk = 256
-    # With layout_hints (from 0.5.5 on), the hook does not need tensors to find the layout.
+    # Without layout_hints (an argument since 0.5.5), the hook reads vLLM's configuration. A probe has none.
     hook(adapter, {}, **({"layout_hints": {}} if "layout_hints" in inspect.signature(hook).parameters else {}))
     return not start
 

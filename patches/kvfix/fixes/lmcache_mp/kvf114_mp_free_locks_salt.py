@@ -4,12 +4,12 @@ Symptom: vLLM logs nothing. With `cache_salt`, chunks that vLLM already holds st
 read TTL (`read_ttl_seconds`, 300 s), and the server cannot evict these chunks. Other requests may lose their locks.
 
 Cause: `update_state_after_alloc` releases the locks of chunks that need no load, but does not pass the salt
-(lmcache_mp_connector.py 0.5.0:1003). The salt is part of the key.
+(lmcache_mp_connector.py 0.5.0:1013). The salt is part of the key.
 
 Fix: While `update_state_after_alloc` runs, the fix passes the salt of the request to `free_lookup_locks`.
 - Upstream: https://github.com/LMCache/LMCache/issues/3770, fixed in 0.5.1;
   https://github.com/vllm-project/vllm/pull/44097.
-- Remove when: LMCache 0.5.0 is no longer in use, and vLLM's copy passes the salt.
+- Remove when: LMCache 0.5.4 (lmcache_mp_connector_0201) is no longer in use, and vLLM's copy passes the salt.
 """
 
 import functools
