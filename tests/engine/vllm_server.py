@@ -1,6 +1,6 @@
 """Start vLLM's HTTP server with a small model: one server, or a prefill and a decode instance behind a proxy.
 
-vLLM for the CPU registers its KV blocks directly with NIXL (nixl/base_worker.py 0.32.0:857). UCX uses TCP. In each
+vLLM for the CPU registers its KV blocks directly with NIXL (nixl/base_worker.py 0.32.0:697). UCX uses TCP. In each
 engine of a pair, a thread of NIXL polls without a pause and takes a core.
 """
 

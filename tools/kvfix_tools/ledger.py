@@ -105,7 +105,7 @@ def read_outlives_lease(history: History, event: LeaseRead) -> Outcome:
     After the lease, another request may have the blocks. A read that ends later may load the KV of this other request.
     Each read sends a release message when it ends (nixl/pull_worker.py 0.32.0:546). If a lease times out, no release
     message has arrived, so no read has ended yet. In push mode, prefill writes the blocks, and a write can end in the
-    step of the timeout (push_worker.py 0.32.0:818). The rule compares no clocks: its verdict for a push is "unknown".
+    step of the timeout (push_worker.py 0.32.0:822). The rule compares no clocks: its verdict for a push is "unknown".
     """
     ended = history.lease_ended
     if ended is None or ended.expired is False:
@@ -135,7 +135,7 @@ def lease_read_twice(history: History, event: LeaseRead) -> Outcome:
 def written_after_lease(history: History, event: WriteBegun) -> Outcome:
     """An engine writes blocks to its peer only while it keeps these blocks.
 
-    vLLM frees blocks that a connector reports as sent (vllm/v1/core/sched/scheduler.py 0.32.0:3234). Other requests
+    vLLM frees blocks that a connector reports as sent (vllm/v1/core/sched/scheduler.py 0.32.0:3235). Other requests
     then write into these blocks. A later transfer sends this KV of other requests, and the peer uses it for its prompt.
     """
     if history.lease_ended is None:

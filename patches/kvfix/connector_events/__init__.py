@@ -5,7 +5,7 @@ In mode `fix`, kvfix does not import this package. If the package raises, kvfix 
 
 kvfix wraps functions of the scheduler, and the hooks of every connector class that `get_connector_class` of vLLM's
 factory returns. A wrapper of `create_connector` would miss the connectors inside a MultiConnector
-(multi_connector.py 0.32.0:232). The hooks of the base class `KVConnectorBase_V1` do nothing. kvfix wraps only one hook
+(multi_connector.py 0.32.0:243). The hooks of the base class `KVConnectorBase_V1` do nothing. kvfix wraps only one hook
 of the base class, `update_connector_output`, because its arguments have the results of loads.
 """
 

@@ -67,7 +67,7 @@ class Nixl(_Peer):
     _PEER_REQUEST = "remote_request_id"
 
     def lease(self, answer: Any) -> float | None:
-        """Return the lease in seconds. Decode can also keep blocks for prefill (pull_scheduler.py 0.32.0:250)."""
+        """Return the lease in seconds. Decode can also keep blocks for prefill (pull_scheduler.py 0.32.0:254)."""
         to_decode = (answer[1] or {}).get("do_remote_prefill", True)
         return getattr(self._scheduler, "_kv_lease_duration" if to_decode else "decoder_kv_blocks_ttl", None)
 

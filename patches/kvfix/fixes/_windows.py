@@ -23,7 +23,7 @@ def states(connector: Any) -> dict[int, int]:
 
 
 #: vLLM frees Mamba states as if they were a sliding window of two tokens, because a step needs the state of the last
-#: computed token (MambaManager.get_num_skipped_tokens, v1/core/single_type_kv_cache_manager.py 0.32.0:1949).
+#: computed token (MambaManager.get_num_skipped_tokens, v1/core/single_type_kv_cache_manager.py 0.32.0:1954).
 STATE = 2
 
 

@@ -104,7 +104,7 @@ def grant_differs(history: History, event: ev.Granted) -> Outcome:
     - MultiConnector chose another one of its connectors.
     - The request asks for prompt_logprobs.
     - vLLM's own prefix hit ends inside a block.
-    - The request asks for the routed experts, which vLLM does not know for a hit (`cap_external_hit`, 0.33.0:1189).
+    - The request asks for the routed experts, which vLLM does not know for a hit (`cap_external_hit`, 0.33.0:1191).
 
     For models with prefix replay, vLLM takes only whole blocks of the hit (0.32.0:993-1005). The verdict on a smaller
     number of tokens is then "unknown", because the events do not contain the block size.

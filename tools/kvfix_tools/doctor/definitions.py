@@ -64,7 +64,7 @@ class Definitions(NamedTuple):
         """Return True if the release reads this name from a file or the environment.
 
         An alias counts only if the release lists the alias as deprecated. If not, LMCache warns about an unknown key
-        and ignores the alias (config_base.py 0.5.6:185-210).
+        and ignores the alias (config_base.py 0.5.6:184-212).
         """
         return name in self.known or (name in self.deprecated and self.aliases.get(name) in self.known)
 

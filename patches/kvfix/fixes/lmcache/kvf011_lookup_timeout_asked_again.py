@@ -5,7 +5,7 @@ so vllm can recompute`. Then the asynchronous lookup client raises `KeyError: '<
 
 Cause: With `enable_async_loading` a lookup times out after `lookup_timeout_ms`. The client then returns 0 and deletes
 the lookup's start time, but the lookup stays in flight. If vLLM has no free blocks, it asks for the hit again in the
-next step, and the client reads the deleted start time (lmcache_async_lookup_client.py 0.5.6:174, :187). Up to 0.3.15
+next step, and the client reads the deleted start time (lmcache_async_lookup_client.py 0.5.6:175, :187). Up to 0.3.15
 the client also does not cancel the lookup. If the request ends before the late result, the result and the chunks leak.
 
 Fix: After a timeout, the fix returns 0 for the request until the late result has arrived and LMCache has cleaned up the

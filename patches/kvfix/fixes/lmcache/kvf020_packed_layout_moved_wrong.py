@@ -7,7 +7,7 @@ dimension 3`. To see the bug, run `kvfix roundtrip --backend lmcache --layout pa
 Cause: vLLM 0.26 stores K and V of a head next to each other. A layer's cache has the shape `[blocks, heads, block size,
 2 * head size]`, with any strides (0.26.0 flash_attn.py:141). LMCache's transfer operation treats this cache as a single
 plane. The memory object `[2, layers, tokens, heads * head size]` has two planes, for K and V. The operation takes a
-slot's width from one plane (0.5.6 gpu_connectors.py:325), which is half of the real width, and moves only one plane.
+slot's width from one plane (0.5.6 gpu_connectors.py:327), which is half of the real width, and moves only one plane.
 
 Fix: For packed layers, the fix copies K into the first plane of the memory object and V into the second plane, as
 LMCache does before vLLM 0.26. Chunks stored without the fix stay wrong, so clear the disk and remote caches.

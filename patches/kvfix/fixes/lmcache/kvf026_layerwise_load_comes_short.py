@@ -7,7 +7,7 @@ request returns wrong text, and LMCache only logs `Retrieved ... tokens`, with f
 Cause: `retrieve_layer` loads only chunks before the first missing chunk. LMCache can evict a chunk after the lookup if
 the chunk's pins time out or other requests release them (KVF018). If no chunk is left, `retrieve_layer` reads a
 variable that it has not set (0.5.6 cache_engine.py:1133). If some chunks are left, the adapter only logs the number of
-tokens (vllm_v1_adapter.py:990-992). Without `use_layerwise` the adapter reports missing blocks as failed (:886-893).
+tokens (vllm_v1_adapter.py:990-992). Without `use_layerwise` the adapter reports missing blocks as failed (:890-896).
 
 Fix: The first value that `retrieve_layer` yields is the number of tokens that it will load. The fix reports the blocks
 of the other promised tokens as failed, before the step saves anything. vLLM then computes these tokens again, or ends

@@ -4,7 +4,7 @@ Symptom: With tensor or pipeline parallelism one worker logs `Request ... failed
 Nothing else is logged. Later, other requests that begin with the same prompt return wrong text.
 
 Cause: Each rank loads its own part of a request's KV from its own cache. If the load fails in one rank, the other ranks
-do not know of the failure during the step (0.5.6 vllm_v1_adapter.py:886-893). But the KV that these ranks compute
+do not know of the failure during the step (0.5.6 vllm_v1_adapter.py:890-896). But the KV that these ranks compute
 depends on the KV of all ranks, and these ranks store their KV at the end of the step (:1104-1259).
 
 After the step vLLM computes the tokens again, but the caches of the other ranks keep the wrong chunks. KVF007 fixes

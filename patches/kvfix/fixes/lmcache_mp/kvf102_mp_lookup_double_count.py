@@ -5,9 +5,9 @@ again. The chunks right after this token are never stored, but later chunks are.
 blocks. Also, if LMCache has no hit but vLLM has a prefix hit, the stores of the prompt end too early.
 
 Cause: vLLM calls `get_num_new_matched_tokens` in every step in which the request waits. Each call adds the hit to
-`num_stored_tokens` (lmcache_mp_connector.py 0.5.5:1148; `num_stored_blocks` in vLLM's copy). After three calls with a
+`num_stored_tokens` (lmcache_mp_connector.py 0.5.5:1065; `num_stored_blocks` in vLLM's copy). After three calls with a
 hit of 512 tokens, the first store begins at token 1536. Without a hit in LMCache, the function does not record the
-tokens that vLLM has computed (0.5.5:1143). The stores then end that number of tokens too early.
+tokens that vLLM has computed (0.5.5:1060). The stores then end that number of tokens too early.
 
 Fix: The fix acts after each call until vLLM admits the request. It sets the number of stored tokens to LMCache's hit,
 and records the number of tokens that vLLM has computed.

@@ -5,7 +5,7 @@ result=False`. Then the request returns wrong text with HTTP 200. The log of the
 found during retrieve!`, `Cannot retrieve keys due to exception`, or `No GPU context registered for instance ID`.
 
 Cause: `LMCacheMPWorkerAdapter.get_finished` logs the failure, but reports the load to vLLM as done
-(vllm_multi_process_adapter.py 0.5.4:1635-1648). `get_block_ids_with_load_errors` does not report the load's blocks.
+(vllm_multi_process_adapter.py 0.5.4:1655-1668). `get_block_ids_with_load_errors` does not report the load's blocks.
 
 Fix: When the future of a load returns a failure, the fix adds the load's blocks to the blocks with load errors. vLLM
 then ends the request with an error, or computes the tokens again (`kv_load_failure_policy`).

@@ -3,7 +3,7 @@
 Symptom: Only `Recovered from KV load failure: 1 request(s) rescheduled` is logged. Later, all requests that hit a chunk
 with these blocks return wrong text, until the chunk is evicted.
 
-Cause: The tracker estimates the number of computed tokens (lmcache_mp_metadata.py 0.5.6:275). The estimate is the
+Cause: The tracker estimates the number of computed tokens (lmcache_mp_metadata.py 0.5.6:273). The estimate is the
 larger hit (vLLM's or LMCache's) plus the tokens that were scheduled since the lookup. For example, vLLM has a hit of 64
 tokens, and LMCache has a hit of 128. The load fails and vLLM continues at token 64, but the tracker counts from 128.
 When vLLM has computed 144 tokens, the estimate is 208. LMCache then stores the tokens 128 to 192.

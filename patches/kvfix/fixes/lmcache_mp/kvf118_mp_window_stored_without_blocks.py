@@ -14,7 +14,7 @@ v1/multiprocess/group_view.py 0.5.6:180). The tracker's list is wrong in two cas
   when other requests already have the chunk's blocks.
 
 The server leaves out a chunk only if all blocks of all its KV groups are null (modules/lmcache_driven_transfer.py
-0.5.6:86). So the server stores wrong KV under a valid key. A later hit that ends at this chunk reads the wrong KV.
+0.5.6:85). So the server stores wrong KV under a valid key. A later hit that ends at this chunk reads the wrong KV.
 
 Fix: The fix ends a store before the first chunk that has a null or freed window block. LMCache stores no later chunk of
 the request, because no prefix hit would find a later chunk. With `--separate-object-groups`, the server could still

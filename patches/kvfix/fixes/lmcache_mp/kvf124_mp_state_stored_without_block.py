@@ -8,7 +8,7 @@ null block 0 in place of all other blocks (`MambaManager.allocate_new_blocks`, v
 0.32.0:1780). vLLM frees each earlier state (:1624), but LMCache's tracker keeps the freed block in its list.
 
 For each chunk, the server stores the state that the chunk's last block holds. The server leaves out the state only if
-all blocks of the chunk are null (modules/lmcache_driven_transfer.py 0.5.6:86). In a chunk of several blocks, an earlier
+all blocks of the chunk are null (modules/lmcache_driven_transfer.py 0.5.6:85). In a chunk of several blocks, an earlier
 block may hold a state. The server then stores the last block, although this block is null. After a failed load, LMCache
 stores a chunk late, when another request already has the chunk's block.
 

@@ -6,7 +6,7 @@ Symptom:
 - With LMCache-driven transfer, there are no hits until the engine restarts. The server logs `Rejecting STORE for
   unregistered GPU instance ID`.
 
-Cause: A worker registers again only after an unanswered ping (vllm_multi_process_adapter.py 0.5.6:583-590). No worker
+Cause: A worker registers again only after an unanswered ping (vllm_multi_process_adapter.py 0.5.6:583-603). No worker
 notices a restart between two pings (`lmcache.mp.heartbeat_interval`, 10 s), because a new server answers any ping.
 
 At the worker's next store the new server raises an error, and sends no answer (multiprocess/transport/zmq_impl/mq.py

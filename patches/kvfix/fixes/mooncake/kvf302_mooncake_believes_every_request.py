@@ -5,10 +5,10 @@ MooncakeConnector (before vLLM 0.20 `assert self.kv_role != ...`). Or the log ha
 This request will not utilize KVTransfer`, and the request stays in WAITING_FOR_REMOTE_KVS and keeps its blocks.
 
 Cause: Any client that can reach the engine can set `kv_transfer_params`. A producer asserts that no request asks for a
-load. A consumer asserts that no request asks for a send (mooncake_connector.py 0.32.0:1022, :1048, :1076).
+load. A consumer asserts that no request asks for a send (mooncake_connector.py 0.32.0:1022, :1049, :1075).
 
 get_num_new_matched_tokens promises the whole prompt (:1023). Only after the allocation of blocks, MooncakeConnector
-checks whether the request names its peer. If the request names none, MooncakeConnector only logs a warning (:1049). If
+checks whether the request names its peer. If the request names none, MooncakeConnector only logs a warning (:1066). If
 a value in the parameters is not a string, EngineCore dies, or the worker's event loop raises and the load never starts.
 
 Fix: If a request asks for a transfer that this engine cannot do, or names no peer, the fix promises 0 tokens. The other

@@ -4,11 +4,11 @@ Symptom: A router sends a decode request again with the same transfer_id, or a c
 The second request takes eight minutes, or stays in WAITING_FOR_REMOTE_KVS. Prefill logs `Request ... expired before
 sending on P side`, or nothing.
 
-Cause: Prefill frees the blocks when one request has read them (mooncake_connector.py 0.32.0:1687), even during a write
+Cause: Prefill frees the blocks when one request has read them (mooncake_connector.py 0.32.0:1688), even during a write
 to a second request. This write then reads KV of other requests. A request that is aborted before it is scheduled also
 counts as a reader. If the second request comes after the blocks are free, prefill waits 480 s for another prefill with
-this transfer_id (:1566). If prefill frees the blocks while the second request waits, prefill's answer does not name
-this request (:1621). Decode then waits for ever.
+this transfer_id (:1567). If prefill frees the blocks while the second request waits, prefill's answer does not name
+this request (:1628). Decode then waits for ever.
 
 Fix: Only one request of an engine reads the blocks of a prefill. A later request with the same remote_engine_id and
 transfer_id computes its prompt itself. The later request sends prefill no notice, even when it is aborted. The fix does

@@ -6,7 +6,7 @@ then log `Timeout waiting for P side ready`. The prefill engine may keep transfe
 Cause: When a prefill is aborted, its worker drops the transfer, and does not tell the decode engine that waits for the
 transfer (mooncake_connector.py 0.32.0:2584). If the prefill was aborted before it was scheduled, the worker has no
 transfer. Its `pop` then raises KeyError in a coroutine that no code awaits. The worker then fails to drop the remaining
-transfers of this step. vLLM does not tell the worker about a prefill that a preemption left without blocks (:1117).
+transfers of this step. vLLM does not tell the worker about a prefill that a preemption left without blocks (:1160).
 
 Fix: If a decode request waits for the dropped transfer, or asks for it within the timeout, the prefill worker reports
 the transfer as failed. kv_load_failure_policy then decides.

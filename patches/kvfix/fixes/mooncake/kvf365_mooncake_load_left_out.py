@@ -4,8 +4,8 @@ Symptom: A decode request stays in WAITING_FOR_REMOTE_KVS for ever. The prefill 
 sending on P side.` The decode engine logs nothing.
 
 Cause: If a transfer no longer exists when its turn comes, the prefill engine's answer names the request neither as done
-nor as failed (mooncake_connector.py 0.32.0:1621). The decode engine handles only the requests that are named
-(process_pulling_result, :2402), and ends the connection after the last answer.
+nor as failed (mooncake_connector.py 0.32.0:1628). The decode engine handles only the requests that are named
+(process_pulling_result, :2417), and ends the connection after the last answer.
 
 Fix: After the last answer, the fix reports a request as failed if no answer has named it (kv_load_failure_policy).
 - Upstream: None known; fixed in 0.33.0, which counts a request as failed if the last answer leaves it out.

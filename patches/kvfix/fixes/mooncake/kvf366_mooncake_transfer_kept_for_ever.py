@@ -4,7 +4,7 @@ Symptom: The memory grows by less than a kilobyte for each decode request that c
 that names a wrong transfer_id. The log has only `Timeout waiting for P side ready`.
 
 Cause: If a decode request's transfer has no entry in reqs_need_send, the request adds one (mooncake_connector.py
-0.32.0:1563). When the wait for the prefill times out, nothing removes the entry (:1593).
+0.32.0:1567). When the wait for the prefill times out, nothing removes the entry (:1594).
 
 Fix: The fix removes an entry that has no prefill and no waiting request. If a prefill comes later for an entry that
 still exists, the fix writes the prefill's request id into the entry, so that the entry stays.

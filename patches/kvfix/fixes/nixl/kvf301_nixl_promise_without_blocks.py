@@ -6,7 +6,7 @@ WAITING_FOR_REMOTE_KVS and keeps its blocks.
 
 Cause: The router or any client can set `kv_transfer_params`. If the parameters ask for a remote prefill,
 get_num_new_matched_tokens promises the whole prompt (pull_scheduler.py 0.32.0:60). After the allocation of blocks,
-update_state_after_alloc checks whether the parameters name remote blocks (:186, assertion) and their engine (:179,
+update_state_after_alloc checks whether the parameters name remote blocks (:186, assertion) and their engine (:180,
 warning). Blocks or engine are missing if prefill kept no blocks (KVF314), the router is made for another release of
 vLLM, or the request is malformed.
 

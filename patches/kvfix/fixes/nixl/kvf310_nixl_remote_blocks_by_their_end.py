@@ -5,7 +5,7 @@ token, or has computed a different prompt than the decode engine. If the prefill
 engine needs, the decode engine's worker dies with `AssertionError` in `_apply_prefix_caching`.
 
 Cause: After a prefix hit, `_apply_prefix_caching` takes the blocks for the rest of the prompt from the end of the
-prefill engine's list (base_worker.py 0.32.0:3461). The pairs are right only if both lists end at the same token. If the
+prefill engine's list (base_worker.py 0.32.0:3455). The pairs are right only if both lists end at the same token. If the
 router does not set `max_tokens` to 1 and the generated tokens need a new block, prefill's list is too long.
 
 Fix: Before a read, the fix removes blocks after the prompt from the prefill engine's list, so that both lists end at

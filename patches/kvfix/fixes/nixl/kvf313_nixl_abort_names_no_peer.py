@@ -4,7 +4,7 @@ Symptom: EngineCore dies in `build_connector_meta` with `KeyError: 'remote_reque
 
 Cause: If a request ends before it was scheduled, request_finished adds it to the list of requests that receive KV
 (pull_scheduler.py 0.32.0:228). The worker then tells the prefill engine to free the blocks. In the next step
-add_new_req_to_recv reads the peer's address from the request's parameters without a check (metadata.py 0.32.0:332).
+add_new_req_to_recv reads the peer's address from the request's parameters without a check (metadata.py 0.32.0:333).
 
 Fix: Before build_connector_meta, the fix removes requests without a peer from the list of requests that receive KV.
 - Remove when: vLLM checks whether the parameters name a peer before it adds a request to this list.

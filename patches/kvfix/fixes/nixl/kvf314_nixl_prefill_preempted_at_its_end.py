@@ -5,7 +5,7 @@ preempted. Decode gets `remote_block_ids` without blocks. Without KVF301, decode
 
 Cause: With asynchronous scheduling, vLLM can preempt a request while the step that computes its last token is in
 flight. The request then ends without blocks. request_finished keeps no blocks for decode, and does not tell the worker
-about the end. So the request stays in the worker's `_reqs_to_process` (pull_scheduler.py 0.32.0:250-271).
+about the end. So the request stays in the worker's `_reqs_to_process` (pull_scheduler.py 0.32.0:248-269).
 
 Fix: If request_finished keeps no blocks, the fix lets the worker drop the request, as vLLM does after an abort.
 - Remove when: vLLM tells the worker of every request that keeps no blocks.

@@ -4,7 +4,7 @@ Symptom: The prefill engine logs `Releasing expired KV blocks for request ...`, 
 unrecognized request ... were retrieved by a decode worker. They may have expired.` The decode engine logs nothing.
 
 Cause: The prefill engine keeps the blocks for `kv_lease_duration` (30 s by default), and longer if the decode engine
-renews the lease with heartbeats (base_worker.py 0.32.0:3014). If the router or an engine hangs for longer, the prefill
+renews the lease with heartbeats (base_worker.py 0.32.0:3042). If the router or an engine hangs for longer, the prefill
 engine frees the blocks. The decode engine does not know when the lease ends. vLLM sets `remote_blocks_expiry_time` only
 for the other direction, where prefill reads from decode (pull_scheduler.py 0.32.0:269). NIXL does not check the lease.
 

@@ -7,7 +7,7 @@ Symptom: The decode engine logs nothing. The client gets HTTP 200 and text that 
 - A request asks for several outputs (`n`). vLLM makes one request for each output.
 
 Cause: get_num_new_matched_tokens promises the prompt to every request that names remote blocks (pull_scheduler.py
-0.32.0:60). Prefill frees the blocks when the first read is reported (pull_worker.py 0.32.0:690). Other requests then
+0.32.0:60). Prefill frees the blocks when the first read is reported (pull_worker.py 0.32.0:688). Other requests then
 use the blocks, and the second decode request reads the KV of these requests.
 
 Fix: In each decode engine, only the first request for a prefill reads the blocks of this prefill. A later request with

@@ -5,7 +5,7 @@ WAITING_FOR_REMOTE_KVS and keeps its blocks. The decode engine logs `registratio
 without a push completion`. The prefill engine logs nothing.
 
 Cause: NixlPushConnector promises the prompt to each request that asks for a remote prefill, and each request registers
-its blocks (push_scheduler.py 0.32.0:125, :183). The prefill engine writes into the blocks of the first registration
+its blocks (push_scheduler.py 0.32.0:124, :183). The prefill engine writes into the blocks of the first registration
 that it finds, and then forgets the prefill (push_worker.py 0.32.0:404). It never answers the other registration.
 
 Fix: In each decode engine, only the first request for a prefill registers. A later request for the same prefill

@@ -6,11 +6,11 @@ a connector that loads within the step, such as LMCache's in-process connector.
 
 Cause: OffloadingConnector plans its stores when vLLM schedules a step. The plan includes blocks that another connector
 loads in this step, and blocks that vLLM computes from the loaded blocks. OffloadingConnector copies the blocks at
-the beginning of the next step (offloading/worker.py 0.32.0:260).
+the beginning of the next step (offloading/worker.py 0.32.0:265).
 
 OffloadingConnector does not learn that the load has failed, because `update_connector_output` reads only the reports of
-OffloadingConnector itself (offloading/scheduler.py 0.32.0:1822). If the request ends with an error
-(`kv_load_failure_policy=fail`), OffloadingConnector even stores the rest of the request's prompt (:1662).
+OffloadingConnector itself (offloading/scheduler.py 0.32.0:1910). If the request ends with an error
+(`kv_load_failure_policy=fail`), OffloadingConnector even stores the rest of the request's prompt (:1591).
 
 Fix: The fix reads the failed blocks from the output that `update_connector_output` gets. If a request has a failed
 block, the fix reports the request's stores in flight as failed, so vLLM drops the chunks of these stores.

@@ -6,7 +6,7 @@ OffloadingConnector and a connector that loads between steps, such as LMCache's 
 Cause: The blocks of an ended request are free while OffloadingConnector still copies them. Before another request
 writes to these blocks, OffloadingConnector waits for the copy. But OffloadingConnector checks only the blocks of
 requests in the step. A request that loads between steps is not in a step yet. If another connector loads,
-`update_state_after_alloc` does not record the request's blocks (offloading/scheduler.py 0.32.0:1151).
+`update_state_after_alloc` does not record the request's blocks (offloading/scheduler.py 0.32.0:1149).
 
 Fix: The fix always records the blocks that are allocated for a load.
 - Upstream: https://github.com/vllm-project/vllm/issues/46951, https://github.com/vllm-project/vllm/pull/46960 (0.33.0).

@@ -4,7 +4,7 @@ Symptom: Nothing is logged. A request stays in WAITING, and the file system tier
 The bug needs `TieringOffloadingSpec` with `secondary_tiers`, and too little CPU memory for chunks of waiting requests.
 
 Cause: A lookup that finds a chunk in a tier copies the chunk into CPU memory (a promotion). To make room, the lookup
-evicts the least recently used chunk (`_initiate_promotion`, tiering/manager.py 0.32.0:492). The evicted chunk may
+evicts the least recently used chunk (`_initiate_promotion`, tiering/manager.py 0.32.0:489). The evicted chunk may
 belong to the same request, because nothing protects a promoted chunk before the load begins. The lookup answers "not
 yet" during a promotion. So each lookup promotes the chunk that the previous lookup has evicted.
 

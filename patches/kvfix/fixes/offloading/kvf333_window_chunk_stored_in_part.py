@@ -4,7 +4,7 @@ Symptom: Nothing is logged. The bug needs sliding windows, and `blocks_per_chunk
 
 Cause: A request that begins with a hit has null blocks in front of its window. Even if the window begins within a
 chunk, OffloadingConnector checks only the chunk's last block. OffloadingConnector then stores the blocks that are not
-null, and counts the chunk as complete (offloading/scheduler.py 0.32.0:1651, 1767). The window of a later request may
+null, and counts the chunk as complete (offloading/scheduler.py 0.32.0:1670, 1780). The window of a later request may
 begin earlier in the chunk. This request loads old content of the CPU memory into the blocks that were not stored.
 
 Fix: If any block of a sliding-window chunk is null, the fix does not store this chunk.

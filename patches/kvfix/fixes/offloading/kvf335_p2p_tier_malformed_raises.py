@@ -5,8 +5,8 @@ tiering/p2p/manager.py. The bug needs `TieringOffloadingSpec` with a secondary t
 reach the engine can cause the crash, because the parameters of a request describe the peer.
 
 Cause: In the parameters, the tier expects dictionaries such as `remote_decoder`, each with a string `kv_request_id`.
-The tier does not check the types (tiering/p2p/manager.py 0.32.0:79-146), and uses `kv_request_id` as a key in the
-lookup and when the request ends (:391, :467). The scheduler catches no error.
+The tier does not check the types (tiering/p2p/manager.py 0.32.0:78-168), and uses `kv_request_id` as a key in the
+lookup and when the request ends (:392, :467). The scheduler catches no error.
 
 Fix: The fix ignores malformed values. The tier then has nothing for the request, so this engine computes the request.
 - Remove when: `_parse_source` and `_parse_dest` check the form of the values.

@@ -5,7 +5,7 @@ Symptom: The worker prints `Exception in thread` once, with `batch memcpy failed
 become full after the start). Then requests that hit the CPU memory stay in WAITING_FOR_REMOTE_KVS, and blocks that were
 to be stored never become free. The engine gets slower, and stops.
 
-Cause: The loop of the copy thread catches no exception (copy_backend.py 0.32.0:124, disk_backend.py:231, :262). The
+Cause: The loop of the copy thread catches no exception (copy_backend.py 0.32.0:127, disk_backend.py:249, :283). The
 thread records no event for the failed copy or for later copies. The worker reports only copies that have an event.
 
 Fix: The copy thread continues after a failed copy, and the worker reports the copy to the scheduler. After a failed

@@ -7,7 +7,7 @@ SimpleCPUOffloadConnector and a connector that loads within the step, such as LM
 
 Cause: SimpleCPUOffloadConnector stores blocks in the step in which another connector loads them (manager.py
 0.32.0:840). `update_connector_output` reads only this connector's own reports (:1005), so it does not see the failed
-load. When the store ends, the connector uses the key that each block has then (:1081). With kv_load_failure_policy
+load. When the store ends, the connector uses the key that each block has then (:1080). With kv_load_failure_policy
 "fail" the failed blocks have no key, and the assertion fails. With "recompute" later requests find the wrong KV.
 
 Fix: The fix also reads the failed blocks from the report that `update_connector_output` gets. From the stores in

@@ -5,7 +5,7 @@ returns wrong text if it began in the same step, and with the same prompt, as a 
 
 Cause: When a connector loads within the step, vLLM puts the blocks into its prefix cache before the load is done. So
 other requests of this step can share the blocks. If the load fails, vLLM rolls back only the first request that has the
-failed block. vLLM counts all tokens of the other requests as computed (scheduler.py 0.32.0:3295). These requests read
+failed block. vLLM counts all tokens of the other requests as computed (scheduler.py 0.32.0:3297). These requests read
 blocks without KV if the first request is aborted or preempted, or computes the blocks in several steps.
 
 Fix: The fix rolls back each request to its own first failed block. Requests that share a block compute the same KV.

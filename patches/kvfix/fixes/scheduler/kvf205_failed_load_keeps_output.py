@@ -12,8 +12,8 @@ of this load. vLLM drops the output of the failed step (scheduler.py 0.32.0:2088
 `num_output_placeholders` continues to count these outputs. With pipeline parallelism several chunks of a prompt are in
 flight, and vLLM keeps the output of the last chunk as the first token.
 
-The worker uses the last token that it sampled as the next token of the request (gpu_model_runner.py 0.32.0:1846).
-Runner V2 continues from its own position (gpu/model_runner.py 0.32.0:1244), even without asynchronous scheduling. If
+The worker uses the last token that it sampled as the next token of the request (gpu_model_runner.py 0.32.0:1848).
+Runner V2 continues from its own position (gpu/model_runner.py 0.32.0:1464), even without asynchronous scheduling. If
 vLLM preempts a request before the failure is reported, vLLM also keeps the request's output of the failed step.
 
 Fix: The fix preempts a request that is rolled back, and drops its outputs in flight in the scheduler and in the worker.

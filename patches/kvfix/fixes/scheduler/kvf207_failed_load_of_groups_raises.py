@@ -9,7 +9,7 @@ The bug needs all of:
 - a server that is not reachable or has lost a chunk
 
 Cause: The connector reports the blocks whose load has failed. With several KV groups vLLM needs the ids of the failed
-requests (`failed_recving`), because blocks of different groups may have the same id (scheduler.py 0.32.0:3364). Earlier
+requests (`failed_recving`), because blocks of different groups may have the same id (scheduler.py 0.32.0:3365). Earlier
 releases assume that a request has one list of blocks (0.26.0:2694). Since 0.5.6, LMCache reports the failed requests.
 
 Fix: The fix acts only with several KV groups and a connector of LMCache. If all requests with a failed block are

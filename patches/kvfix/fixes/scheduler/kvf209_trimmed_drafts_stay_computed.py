@@ -3,12 +3,12 @@
 Symptom: Nothing is logged. The engine does not use asynchronous scheduling. Connectors store the wrong KV.
 
 Cause: A step returns the accepted drafts and one more token. If a draft ends the turn, vLLM drops the later tokens
-(`_update_request_with_output`, scheduler.py 0.32.0:2506), but `num_computed_tokens` still counts the dropped tokens.
-The session continues from this number (:2471). So vLLM never computes the first tokens of the next input.
+(`_update_request_with_output`, scheduler.py 0.32.0:2508), but `num_computed_tokens` still counts the dropped tokens.
+The session continues from this number (:2472). So vLLM never computes the first tokens of the next input.
 
 Fix: When a turn ends, the fix lowers `num_computed_tokens` to the number of tokens before the turn's last token.
 - Releases: vLLM 0.15.1 to 0.32.0. With asynchronous scheduling, vLLM already subtracts `num_output_placeholders`.
-- Upstream: None known; 0.33.0 does not count dropped tokens (scheduler.py:2759).
+- Upstream: None known; 0.33.0 does not count dropped tokens (scheduler.py:2762).
 """
 
 from kvfix.fixes import _scheduler

@@ -8,9 +8,9 @@ queues, like a request that has ended (:2298). In addition, when the next input 
 session that are not computed (:1659). After a preemption, these are all tokens of the session.
 
 Fix: After `update_from_output`, the fix puts each session that is in no queue into a waiting queue. When the next input
-comes, the fix keeps all tokens of the session except the last one, as 0.33.0 does (scheduler.py:1889).
+comes, the fix keeps all tokens of the session except the last one, as 0.33.0 does (scheduler.py:1887).
 - Upstream: None known. 0.33.0 first removes ended requests from the queues. Then 0.33.0 puts the sessions into a
-  waiting queue (scheduler.py:2545).
+  waiting queue (scheduler.py:2549).
 """
 
 import inspect

@@ -4,7 +4,7 @@ Symptom: The log has WARNING `LMCache server is unhealthy — entering degraded 
 is healthy again`. Then running requests, and later hits, return wrong text with HTTP 200 until the chunks are evicted.
 
 Cause: As in KVF122, the worker drops the futures of all transfers, and reports the loads as failed and the stores as
-done (vllm_multi_process_adapter.py 0.5.5:1856). vLLM frees the blocks, while a slow server still runs the transfers.
+done (vllm_multi_process_adapter.py 0.5.5:1857). vLLM frees the blocks, while a slow server still runs the transfers.
 
 The worker cannot wait for the transfers, because a server that has restarted never finishes them. The worker cannot
 detect a restart, because the client does not watch the connection (multiprocess/mq.py 0.5.5:281), and a restarted

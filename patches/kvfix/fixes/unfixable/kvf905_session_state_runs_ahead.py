@@ -5,11 +5,11 @@ Symptom: Nothing is logged. A streaming session returns wrong text after its fir
 
 Cause: vLLM schedules the next token before it knows that a stop token or a stop string has ended the turn. With
 pipeline parallelism, vLLM may also schedule a token beyond `max_tokens`. When the next input arrives, vLLM drops the
-last token of the turn and continues without it (`_update_request_as_session`, scheduler.py 0.32.0:1651). Attention
+last token of the turn and continues without it (`_update_request_as_session`, scheduler.py 0.32.0:1650). Attention
 layers overwrite the KV of the dropped token. A state cannot be rolled back, so it still includes the dropped token.
 
 Speculative decoding has the same effect. vLLM drops draft tokens that it has accepted beyond the end of a turn
-(`_update_request_with_output`, :2506), but the state still includes these tokens.
+(`_update_request_with_output`, :2508), but the state still includes these tokens.
 
 Workaround: For streaming input to these models, use `--no-async-scheduling` and no speculative decoding.
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested with states. Tests of kvfix show the bug with

@@ -5,7 +5,7 @@ kv_caches for [...] failed: transfer failed: Resource temporarily unavailable`. 
 
 Cause: The decode engine sends a message with its block ids to the prefill engine. If the load has not ended
 VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT plus 60 s later, decode frees the blocks (mooncake_connector.py 0.32.0:2350). The
-prefill engine's own timeout starts only when the prefill engine takes the message (:1587).
+prefill engine's own timeout starts only when the prefill engine takes the message (:1588).
 
 The prefill engine takes the message late if its process hangs, or if all of its 2 * num_workers tasks wait for prefills
 (:1456). The prefill engine then writes after the decode engine has dropped the load, into blocks of another request.

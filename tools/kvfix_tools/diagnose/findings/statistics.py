@@ -55,7 +55,7 @@ def _stands(record: str, log: Diagnosis, line: LogLine | None) -> Answer | None:
     """Return an answer if an engine has computed no token for IDLE intervals, and this finding fits the engine.
 
     At the end of a log, fewer intervals are enough for a note. An engine without progress logs its statistics only once
-    at INFO, and then at DEBUG (loggers.py 0.12.0:194 to 0.32.0:272).
+    at INFO, and then at DEBUG (loggers.py 0.12.0:194 to 0.32.0:280).
     """
     still = log.state(_Still)
     if line is not None:

@@ -94,7 +94,7 @@ def peer_to_peer(setup: Setup) -> Iterator[Line]:
 
 
 def _missing(setup: Setup) -> Iterator[Line]:
-    """Yield a problem for each missing setting that config.py 0.5.6:756-767 or pd_backend.py 0.5.6:124-137 requires."""
+    """Yield a problem for each missing setting that config.py 0.5.6:757-766 or pd_backend.py 0.5.6:124-137 requires."""
     examples = {"pd_role": "sender", "pd_buffer_size": "4294967296", "pd_buffer_device": "cuda"}
     if setup.setting("pd_role") == "receiver":
         examples.update(pd_peer_host="0.0.0.0", pd_peer_init_port="[7300]", pd_peer_alloc_port="[7400]")

@@ -95,7 +95,7 @@ def offload_size(setup: Setup) -> Iterator[Line]:
             yield problem(f"cpu_bytes_to_use is {given!r}, which is no number of bytes", key)
         elif size and limit and size > limit:
             yield problem(f"cpu_bytes_to_use is {gib(size)}; {source} has {gib(limit)}", "a smaller cpu_bytes_to_use")
-        # kv_offload/factory.py has the names of specs. offloading/config.py 0.32.0:128 checks block_size.
+        # kv_offload/factory.py has the names of specs. offloading/config.py 0.32.0:126 checks block_size.
         specs = set(re.findall(r"register_spec\(\s*[\"'](\w+)", setup.packages.text("vllm.v1.kv_offload.factory")))
         spec, chunk = each.extra.get("spec_name"), str(each.extra.get("block_size", ""))
         if specs and spec and spec not in specs and "spec_module_path" not in each.extra:

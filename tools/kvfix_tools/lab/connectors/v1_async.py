@@ -93,7 +93,7 @@ class PrefetchingEngine(CacheEngine):
     def retrieve(self, tokens: Any, mask: Any = None, **more: Any) -> Any:
         name = str(more["req_id"])
         if name not in self.fetched:
-            # as EventManager.get_event_future and pop_event raise (0.5.6 event_manager.py:142, :61)
+            # as EventManager.get_event_future and pop_event raise (0.5.6 event_manager.py:142, :63)
             raise AssertionError(f"Event {name} of type EventType.LOADING is not done or not found.")
         moved = super().retrieve(tokens, mask, **more)
         if self._load_takes:

@@ -83,7 +83,7 @@ class Worker:
 
 
 class Executor:
-    """Copies metadata to the workers, and joins their reports, as vLLM does (multiproc_executor.py 0.32.0:385)."""
+    """Copies metadata to the workers, and joins their reports, as vLLM does (multiproc_executor.py 0.32.0:382)."""
 
     def __init__(self, connector: Any, ranks: int, counts: Counter[str]) -> None:
         self._ranks = ranks

@@ -118,7 +118,7 @@ SCENARIOS = {
         options=LARGE(beside=True),
     ),
     "preempt-prompt-logprobs": scenario(
-        # vLLM reads no prefix cache for this request (scheduler.py 0.32.0:982).
+        # vLLM reads no prefix cache for this request (scheduler.py 0.32.0:983).
         [do.admit("r", prompt(1100), max_tokens=8, sampling={"prompt_logprobs": 1}), do.step(), do.preempt("r")],
         doc="With prompt_logprobs vLLM loads no promised token, and EngineCore dies when the request resumes.",
         shows="KVR011 Preempted request r has num_computed_tokens 0 but",

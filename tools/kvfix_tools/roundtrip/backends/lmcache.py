@@ -26,7 +26,7 @@ from kvfix_tools.roundtrip.layout import Geometry
 from kvfix_tools.roundtrip.region import Region
 
 #: Axes of LMCache's memory objects, outermost first. KV_2LTD has all layers, KV_T2D one (0.5.6 memory_management.py).
-#: If the engine packs K and V in one axis, `lmcache-mp` also packs them (0.5.6 torch_ops/mp_mem_kernels.py:283).
+#: If the engine packs K and V in one axis, `lmcache-mp` also packs them (0.5.6 torch_ops/mp_mem_kernels.py:285).
 AXES = {
     **dict.fromkeys(("v2", "v3", "split"), "kv layer token head"),
     "layerwise": "token kv head",
