@@ -24,7 +24,7 @@ def keep_fetched(engine: Any, lookup_id: Any, wanted: Callable[[Any], bool]) -> 
 
 
 def _done_events(engine: Any) -> Any:
-    """Return LMCache's dictionary {lookup id: future of a finished fetch} (0.5.6 event_manager.py:61)."""
+    """Return LMCache's dictionary {lookup id: future of a finished fetch} (0.5.6 event_manager.py:62)."""
     events = sys.modules["lmcache.v1.event_manager"]
     return engine.event_manager.events[events.EventType.LOADING][events.EventStatus.DONE]
 
