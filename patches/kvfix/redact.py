@@ -64,7 +64,8 @@ _OPTION = re.compile(r"(?<![\w.-])(?P<name>(?:--?|[Xx]-)[A-Za-z][\w.-]*)(?:[ \t]
 _ELEMENT = re.compile(r"<(?P<name>[A-Za-z][\w.-]*)>")
 _PAIR = re.compile(r"(?i)[\"']?\bname[\"']?[=:] ?[\"']?(?P<name>[\w.-]{1,256})[\"']?,?\s{1,64}[\"']?value[\"']?[=:] ?")
 _QUOTE = re.compile(r"\\*[\"']")
-#: A value without quotes. Commas and brackets end a value only before white space, punctuation, a name or the end.
+#: A value without quotes. A comma, ";" or "&" ends the value only before white space, `NAME=` or the end of the text. A
+#: closing bracket ends the value only before white space, punctuation, a quote or the end of the text.
 _PLAIN = re.compile(r"(?:[^\s\"',;&)\]}]|[,;&](?!\s|$|[\w.-]{1,64}=)|[)\]}](?![\s,;.)\]}\"']|$))+")
 _LINE, _HEADER, _CONTENT = re.compile(r"[^\n]+"), re.compile(r"[^\n\"']+"), re.compile(r"[^<]+")
 #: Matches the text before a name if the name is the first word of its line.

@@ -39,7 +39,7 @@ class Session:
         self.faults: dict[str, int] = {}
 
         # Imports (activation). Any thread may import a module.
-        #: Modules with functions to wrap, or None if kvfix has not read them yet.
+        #: Names of the modules with functions to wrap. None until `activation` has read the names from the fixes.
         self.modules: frozenset[str] | None = None
         #: Pairs (thread id, module): in this thread, `activation.Finder` is asking the other finders for the module.
         self.finding: set[tuple[int, str]] = set()
@@ -51,13 +51,13 @@ class Session:
         self.wrapped: dict[tuple[str, str], WrappedFunction] = {}
         #: {function of a wanted fix, if its module is imported: state after kvfix has tried to apply the fix}.
         self.outcomes: dict[Target, Applicability] = {}
-        #: {function of a wanted fix: state of the function without kvfix's wrappers}.
+        #: {function of a wanted fix: whether the function without kvfix's wrappers has the bug, and kvfix can fix it}.
         self.judged: dict[Target, Applicability] = {}
         #: {name: module} of each module whose import has ended while kvfix was active.
         self.complete: dict[str, Any] = {}
         #: {module: codes of the module's applied fixes that are not logged yet}.
         self.newly_applied: dict[str, dict[str, None]] = {}
-        #: {key of wrappers, for example a fix: how often the wrappers acted and failed} (metrics).
+        #: {code of a fix, or key of other wrappers: how often these wrappers have acted and failed} (metrics).
         self.tallies: dict[str, Tally] = {}
         #: {code of a fix that `kvfix attach` does not apply to this running engine: reason}.
         self.held_back: dict[str, str] = {}

@@ -46,7 +46,7 @@ def commanded(name: str) -> Any:
 
 
 def faults() -> Any:
-    """Return for each faulty connector the violations of the rule it breaks, and the scenario's number of steps."""
+    """Return the violations by each faulty connector, and the number of steps of the scenario that shows them."""
     found = {}
     with command.chosen(fixes=True):
         for name, rule in FAULTS.items():
@@ -97,7 +97,7 @@ def test_connector_of_the_documentation_keeps_all(once: Once) -> None:
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_fault_fails_by_its_rule(once: Once, name: str) -> None:
     found = once(faults, NEWEST)[name]
-    assert found["broken"], f"nothing of {FAULTS[name]}"
+    assert found["broken"], f"no scenario violates the rule {FAULTS[name]}"
     assert 0 < len(found["broken"][0]["schedule"]) <= found["steps"]
     assert found["broken"][0]["history"]
 

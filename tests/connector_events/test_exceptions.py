@@ -1,4 +1,4 @@
-"""kvfix records an exception once, even if it leaves two nested hooks or has the id of an earlier exception."""
+"""kvfix records each exception once, also if the exception passes two nested hooks or reuses an earlier id."""
 
 import gc
 import threading

@@ -17,7 +17,7 @@ def each(log: bytes, prefix: str) -> bytes:
 
 
 def as_json(log: bytes, key: str, end: str = "", many: int = 1, **more: Any) -> bytes:
-    """Return the log as a JSON logger writes it. The logger gets `many` lines of the output at once."""
+    """Return the log as a JSON logger writes it. Each JSON record has `many` lines of the log."""
     found = log.decode().splitlines()
     groups = ["\n".join(found[at : at + many]) + end for at in range(0, len(found), many)]
     return "".join(json.dumps({key: group, **more}) + "\n" for group in groups).encode()

@@ -106,7 +106,7 @@ PAIRS = scenario_matrix.load((ROOT / "docs/matrix.json").read_text())
 
 
 def letters(pairs: scenario_matrix.Pairs, code: str) -> dict[tuple[str, str], str]:
-    """Return {(vLLM, LMCache): letter} of one fix on the page "Is my pair safe?"."""
+    """Return {(vLLM, LMCache): letter} of one fix on the page "Is my pair safe?". Letters: support_matrix.py."""
     made = support_matrix.data(pairs)
     rows = next(fix["cells"] for fix in made["fixes"] if fix["code"] == code)
     return dict(zip(product(made["vllm"], made["lmcache"]), chain(*rows), strict=True))
@@ -160,7 +160,8 @@ def test_no_message_is_left_without_an_answer() -> None:
     found = {code for entry in error_index.entries() for code in entry.findings}
     # by_text omits rules that count lines or read numbers in ordinary lines, and the rule for unknown exceptions.
     by_text = [rule for rule in problems.catalogue() if not {"", "asked", "stats", "retrieved"} >= set(rule.on)]
-    # KVD117 shares its assertion with KVD112. No pattern of diagnose/grammar.py matches the lines of KVD212 and KVD213.
+    # KVD117 and KVD112 have the same line, LMCache's failed assertion, and the page lists only KVD112 for this line. No
+    # pattern of diagnose/grammar.py matches the lines of KVD212 and KVD213.
     others = [rule.code for rule in by_text if rule.on and rule.code not in found]
     assert sorted(others) == ["KVD117", "KVD212", "KVD213"]
     page = error_index.messages()

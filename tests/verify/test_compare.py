@@ -46,7 +46,11 @@ NOISE: dict[str, Callable[[random.Random], float]] = {
 def is_called_different(
     drawn: random.Random, noise: Callable[[random.Random], float], wrong: Callable[[random.Random], float] | None = None
 ) -> bool:
-    """Judge one run as rounds.py does. wrong: draws differences of every twelfth prompt, and of all fresh prompts."""
+    """Judge one run as rounds.py does.
+
+    wrong: a function that draws the differences of every twelfth prompt, and of all fresh prompts (new prompts that
+        confirm a suspect).
+    """
     judge = Judge([max(noise(drawn), noise(drawn)) for _ in range(CONTROLS)])  # a prompt alone, and under load
     cached = [[(wrong if wrong and at % 12 == 0 else noise)(drawn) for _ in range(2)] for at in range(PROMPTS)]
     if judge.first_test([max(each) for each in cached[:CONTROLS]]):
@@ -77,7 +81,7 @@ def test_one_wrong_prompt_in_twelve_is_found(name: str) -> None:
 
 
 def test_the_stated_rate() -> None:
-    """With more controls, fewer differing fresh prompts prove a difference. The bound on false alarms always holds."""
+    """With more controls, fewer fresh prompts must differ to prove an error. The bound on false alarms always holds."""
     for controls in (12, 36, 100):
         assert Judge([1.0] * controls).error_rate(96) <= FALSE_ALARMS
     assert Judge([1.0] * 100).needed(96) < Judge([1.0] * 36).needed(96) < Judge([1.0] * 12).needed(96)

@@ -85,7 +85,7 @@ def run(
     only: Only = None,
     skip: Skip = None,
     plus: Plus = None,
-    layers: Annotated[bool, flag("--layers", "Also record the hooks that run once per layer.")] = False,
+    layers: Annotated[bool, flag("--layers", "Also record hooks that run once per layer. Not in mode fix.")] = False,
     audit: Annotated[float, typer.Option(help=_AUDIT)] = 0,
 ) -> int:
     """Run a program, such as `vllm serve` or `lmcache server`, with the fixes in all its processes.
@@ -114,7 +114,7 @@ def run(
 
 @app.command(rich_help_panel=COMMANDS["explain"])
 def explain(name: Annotated[str, typer.Argument(metavar="CODE|SLUG")], json: Json = False) -> None:
-    """Explain a fix (KVF...), a finding in logs (KVD...), or a rule that connectors must keep (KVR...)."""
+    """Explain a fix (KVF...), a finding in logs (KVD...) or a rule (KVR..., LAB...). SLUG: the name next to a code."""
     from kvfix_tools import explain
 
     raise typer.Exit(explain.explain(name, json))
@@ -122,7 +122,7 @@ def explain(name: Annotated[str, typer.Argument(metavar="CODE|SLUG")], json: Jso
 
 @app.command(rich_help_panel=COMMANDS["search"])
 def search(text: Annotated[str, typer.Argument(metavar="TEXT|FILE|-", help=_SYMPTOM)], json: Json = False) -> None:
-    """Show the three entries (fixes, known problems, rules) that best match a symptom, and how to confirm each."""
+    """Show the three fixes, known problems or rules that best match a symptom, and how to confirm each of them."""
     from kvfix_tools import search
 
     raise typer.Exit(search.search(text, json))
@@ -169,7 +169,7 @@ def look(
 ) -> None:
     """Show why a running engine makes no progress, and what to do. The engine may run without kvfix.
 
-    Exit 0: no problem was found. 1: a problem was found. 77: kvfix cannot read the engine.
+    Exit 0: no problem. 1: a problem; with --core, a thread was in a hook. 77: not readable; with --core, no PyStack.
     """
     from kvfix_tools.look import command
 

@@ -25,9 +25,9 @@ def end(code: int | None, **_: Any) -> None:
 
 Json = Annotated[bool, flag("--json", "Print JSON.")]
 Names = list[str] | None
-Only = Annotated[Names, several("CODE|SLUG", "Apply this fix and no others")]
-Skip = Annotated[Names, several("CODE|SLUG", "Leave out this fix")]
-Plus = Annotated[Names, several("CODE|SLUG", "Apply this opt-in fix too")]
+Only = Annotated[Names, several("CODE|SLUG", "Apply only this fix (kvfix status --json lists CODE and SLUG)")]
+Skip = Annotated[Names, several("CODE|SLUG", "Leave out this fix (kvfix status --json lists CODE and SLUG)")]
+Plus = Annotated[Names, several("CODE|SLUG", "Apply this opt-in fix too (kvfix status --json lists CODE and SLUG)")]
 MODES = "fix: apply the fixes. observe: also record events. check: also check the rules."
 #: Typer's settings for a command whose arguments are another command line, such as `vllm serve ...`.
 ANY_WORDS = {"ignore_unknown_options": True, "allow_interspersed_args": False}

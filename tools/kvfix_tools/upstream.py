@@ -68,7 +68,7 @@ def show(json: Json = False) -> int:
 
 @app.command()
 def export(
-    name: Annotated[str, typer.Argument(metavar="CODE|SLUG")],
+    name: Annotated[str, typer.Argument(metavar="CODE|SLUG", help="A fix in kvfix upstream list.")],
     folder: Annotated[Path, value("DIR", "Write into this folder.", "-o", "--output")] = Path("."),
 ) -> int:
     """Write a fix and its test as a patch for `git am`. The sign-off has your name from git config."""

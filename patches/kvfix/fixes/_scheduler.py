@@ -10,7 +10,8 @@ def is_within_step(*more: Any) -> bool:
     """Return True if this call of `_update_requests_with_invalid_blocks` is for synchronous loads (within the step).
 
     more: the arguments after the block ids. The last argument is `evict_blocks`, which is False for loads between
-    steps. vLLM 0.11 does not have `evict_blocks`, and supports only loads within the step.
+    steps. vLLM 0.11 does not have `evict_blocks`, so the answer is True for both kinds of loads. This does no harm:
+    blocks of a load between steps are not in the prefix cache yet, so no other request uses them.
     """
     return not more or bool(more[-1])
 
@@ -54,7 +55,10 @@ def running(*requests: Any, adapter: Any = None) -> Any:
 
 
 def scheduled_tokens(function: Callable[..., Any], scheduler: Any) -> list[dict[str, int]]:
-    """Return, for probes, [argument `num_scheduled_tokens`], or [] if the function lacks it (before vLLM 0.20)."""
+    """Return the list of further arguments for a probe's call: only `num_scheduled_tokens`.
+
+    The list is empty if the function does not take this argument (before vLLM 0.20).
+    """
     has_it = "num_scheduled_tokens" in inspect.signature(function).parameters
     return [dict.fromkeys(scheduler.requests, 4)] if has_it else []
 

@@ -43,7 +43,7 @@ class Sign(NamedTuple):
 
 @cache
 def parse(sign: str) -> tuple[Sign, ...]:
-    """Parse a sign of a record. A sign that is only a text gives two signs, one `raised` and one `logged`."""
+    """Parse one sign of a known problem. A sign that is only a text gives two signs, one `raised` and one `logged`."""
     found = _SIGN.fullmatch(sign)
     assert found is not None  # the pattern matches any text, because every part may be empty
     parts = {name: value or "" for name, value in found.groupdict().items()}
@@ -101,7 +101,7 @@ def fits(sign: Sign, line: LogLine) -> dict[str, Any] | None:
 
 
 def implied(sign: Sign, by: Sign) -> bool:
-    """Return True if every line that fits the sign `by` also fits `sign`."""
+    """Compare the parts of two signs. Return True if the sign `by` is at least as specific as `sign`."""
     if sign.form != by.form or sign.form not in ("logged", "raised"):
         return False
     if sign.form == "logged":

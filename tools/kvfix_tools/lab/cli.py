@@ -27,13 +27,13 @@ app = typer.Typer(help="Reproduce bugs on the real vLLM scheduler and connectors
 
 LMCachePath = Annotated[str | None, value("DIR", "Use LMCache from this folder (pip install --no-deps --target DIR).")]
 _CONNECTOR = f"""Play this connector: {", ".join(CONNECTORS)}. v1: LMCacheConnectorV1. mp: LMCacheMPConnector.
-mp-in-tree: vLLM's copy of mp. nixl-multi: nixl-pull and v1 in a MultiConnector. nixl-push-multi, mooncake-multi:
-the connector and v1 in a MultiConnector. nixl-offload: nixl-pull and offloading in a MultiConnector."""
+mp-in-tree: vLLM's copy of mp. Two connectors in a MultiConnector: nixl-multi (nixl-pull and v1), nixl-push-multi
+(nixl-push and v1), mooncake-multi (mooncake and v1), nixl-offload (nixl-pull and offloading)."""
 _SERVER = "lab: use the lab's stand-in for the server. real: start a real `lmcache server` (mp only)."
 _TRANSFERS = "lab: NIXL is simulated. real: use NIXL, and compare it with the simulation."
 _MODE = "fix: apply the fixes. check: also check the rules, as kvfix run --mode check does."
-_FIXES_IN = """Choose the engines with fixes. both: all engines. prefill or decode: only this engine of a
-pair. one: one of two engines that share a cache (v1, mp). Seeds that also fail without fixes are counted apart."""
+_FIXES_IN = """Choose the engines with fixes. both: all engines. Only in mode fix: prefill or decode (NIXL, Mooncake),
+or one: one of two engines that share a cache (v1, mp). Seeds that also fail without fixes are counted separately."""
 Fixes = Annotated[bool, typer.Option(help="Play with the fixes of kvfix, or with LMCache and vLLM as released.")]
 
 
@@ -52,7 +52,7 @@ def list_scenarios(json: Json = False) -> None:
 
 @app.command("run")
 def run_scenarios(
-    slugs: Annotated[list[str] | None, typer.Argument(metavar="SLUG...")] = None,
+    slugs: Annotated[list[str] | None, typer.Argument(metavar="SLUG...", help="Names from kvfix lab list.")] = None,
     every: Annotated[bool, typer.Option("--all", help="Play all scenarios.")] = False,
     fixes: Fixes = True,
     lmcache_path: LMCachePath = None,
@@ -90,7 +90,7 @@ def fuzz_connector(
     lmcache_path: LMCachePath = None,
     json: Json = False,
 ) -> None:
-    """Play random schedules of requests, aborts and faults. Exit 1 if a rule was violated, 2 if nothing was tested."""
+    """Play random schedules. Exit 1: a rule is violated. 2: wrong options, or nothing was tested. 77: no NIXL."""
     with _refusing("fuzz"):
         first, _, last = seeds.partition(":")
         drawn = range(int(first), int(last) if last else int(first) + 1)
@@ -100,8 +100,8 @@ def fuzz_connector(
             raise ValueError(f"no server 'real' for {connector}; known: lab, and real for mp")
         sides = ["both", *(("prefill", "decode") if connector in PAIRS else ("one",) if connector in SHARED else ())]
         if fixes_in not in sides or (fixes_in != "both" and mode != "fix"):
-            known = ", ".join(sides)
-            raise ValueError(f"no --fixes-in {fixes_in} with {connector} in mode {mode}; use, with mode fix: {known}")
+            known = f"in mode fix: {', '.join(sides)}; in mode check: both"
+            raise ValueError(f"no --fixes-in {fixes_in} for {connector} in mode {mode}. Known {known}")
         runner.prepare(lmcache_path)
         if why := releases.cannot_play(connector):
             raise ValueError(f"not applicable: {why}; installed: {_versions(releases.versions())}")
@@ -181,7 +181,7 @@ def continue_state(
     """Rebuild an engine's state, and continue it without and with the fixes. Exit 1 if the run without fixes fails.
 
     A run fails if it is stuck or violates a rule. If the run without fixes is stuck, the lab repeats it up to 20 times.
-    Each repetition aborts one waiting request, a different one each time. It shows whether the remaining requests end.
+    Each repetition aborts another waiting request. The output names each request whose abort lets all others end.
     """
     with _refusing("continue", file):
         runner.prepare(lmcache_path)

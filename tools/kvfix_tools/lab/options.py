@@ -42,7 +42,7 @@ KNOWN = {
                 "0.32.0, 0.33.0:120) where 0.4.7 takes five (lmcache vllm_multi_process_adapter.py 0.4.7:284). It "
                 "calls the adapter with a server_url (:131) where 0.5.0 to 0.5.6 take server_urls (0.5.6:673)",
             ),
-            "vllm": (">=0.22.0", "the copy in earlier ones was not tried"),
+            "vllm": (">=0.22.0", "in 0.20.2 and earlier, the copy has another name, LMCacheMPConnector"),
         },
         "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector",
     ),

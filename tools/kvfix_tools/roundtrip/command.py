@@ -41,12 +41,13 @@ def parser() -> argparse.ArgumentParser:
         epilog="Exit codes: 0 every byte is right, 1 a byte is wrong or a case crashed, 2 usage error, 77 no check.",
     )
     add = options.add_argument
+    backend = "test these copy routines (see --list); default: all but the engines, or torch with --inject or --race"
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="use this device; auto: CUDA if present")
-    add("--backend", nargs="+", metavar="NAME", help="test these copy routines; default: all installed (see --list)")
+    add("--backend", nargs="+", metavar="NAME", help=backend)
     for name, values in AXES.items():
         free = name in ("tokens", "block", "chunk", "heads")
-        skip = "numbers of first tokens that the load skips (part: half a block + 1; chunk: 1 chunk + half a block)"
-        shown = f"test only these {skip if name == 'skip' else 'values'}; default: {', '.join(values)}"
+        skip = "let the load leave out this many first tokens (part: half a block + 1; chunk: 1 chunk + half a block)"
+        shown = f"{skip if name == 'skip' else 'test only these values'}; default: {', '.join(values)}"
         add(f"--{name}", nargs="+", metavar="VALUE", choices=None if free else values, help=shown)
     add("--layers", type=int, default=3, help="set the layers of the KV cache (default: 3)")
     add("--head-size", type=int, default=32, help="elements of a head; its bytes must be a multiple of 8 (default: 32)")

@@ -16,7 +16,7 @@ from maintain.documentation import error_index, support_matrix
 from maintain.documentation.markdown import NAMES, code, facts, filtered, link, links, prose, sections, span, table
 from maintain.scenario_matrix import Pairs
 
-#: {connector: component of its findings}. Components are named like the files of known problems.
+#: {connector: component of its findings}. Components are names of files in diagnose/knowledge (*.toml).
 _COMPONENTS = {
     "LMCacheConnectorV1": "lmcache",
     "LMCacheMPConnector": "lmcache-server",
@@ -29,7 +29,7 @@ ALL_RULES: list[Rule | LabRule] = [*sorted(RULES), *lab_rules.RULES]
 
 
 def pages(pairs: Pairs) -> dict[str, str]:
-    """Return {path below docs/: markdown} of all pages, in the order in which a section lists the pages."""
+    """Return {path below docs/: markdown} of all pages. The site's menu lists the pages of a folder in this order."""
     return {
         **{f"fixes/{each.code.lower()}.md": of_fix(each, pairs) for each in catalogue.fixes()},
         **{f"findings/{each.code.lower()}.md": of_problem(each) for each in problems.catalogue()},

@@ -9,7 +9,8 @@ next step, and the client reads the deleted start time (lmcache_async_lookup_cli
 the client also does not cancel the lookup. If the request ends before the late result, the result and the chunks leak.
 
 Fix: After a timeout, the fix returns 0 for the request until the late result has arrived and LMCache has cleaned up the
-lookup. Up to 0.3.15 the fix also cancels the lookup, as 0.4.1 does.
+lookup. When the lookup times out, the fix also cancels the lookup. LMCache 0.4.1 and later cancel the lookup too. The
+second cancellation changes nothing.
 - Upstream: https://github.com/LMCache/LMCache/issues/3685, https://github.com/LMCache/LMCache/pull/3766 is open.
 - Remove when: `lookup_cache` no longer raises for a lookup that has timed out.
 """

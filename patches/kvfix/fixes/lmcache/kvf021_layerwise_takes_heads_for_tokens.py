@@ -10,8 +10,9 @@ on torch 2.11). The operation that moves one layer indexes the head axis with th
 torch_ops/mem_kernels.py:323). The operation that moves all layers raises for HND.
 
 Fix: The fix passes the operation a view of the KV cache with the two axes swapped, and the layout of this view. The fix
-does nothing if a block has as many tokens as there are KV heads. LMCache then stores and loads whole blocks in the same
-order, so their KV is right. If the fix changed the order, older chunks would load wrong KV.
+does nothing if a block has as many tokens as there are KV heads. LMCache then mixes up heads and tokens of whole
+blocks in the same way at the store and at the load. So the KV of whole blocks is right. If the fix changed this
+order, chunks that were stored without the fix would load wrong KV.
 - Releases: LMCache 0.5.0 to 0.5.6.
 - Remove when: `kvfix roundtrip --backend lmcache-layerwise --layout hnd --no-fixes` passes.
 """
@@ -31,7 +32,8 @@ def fix(held: Any, cache: Any, slots: Any, direction: Any, layout: Any, token_ma
 def shows_bug(hook: Any, operations: Any) -> bool:
     """Copy the token in slot 1 of a cache with two heads and blocks of one token. The bug copies the wrong rows."""
     if getattr(hook, "__module__", operations.__name__) != operations.__name__:
-        return False  # in 0.5.6 this package only re-exports the function, and the last target of FIX probes it
+        # Since 0.5.6, `torch_ops` only re-exports the function of `mem_kernels`, which the last target of FIX probes.
+        return False
     import torch  # the module has imported it
 
     held, cache = torch.zeros(2, 1, 2), torch.arange(8.0).view(2, 2, 2, 1, 1)

@@ -5,7 +5,8 @@ Symptom: If the router lets prefill generate more than one token, requests retur
 Cause: The prefill engine sends as many blocks as the decode engine asks for. Prefill takes these blocks from the end of
 its list (mooncake_connector.py 0.32.0:1823). Each block of generated tokens in the list shifts all KV by one block.
 
-Fix: The worker gets only the prompt's blocks, except with context parallelism or a layer without full attention.
+Fix: Prefill's scheduler passes only the prompt's blocks to its worker. The fix does nothing with context parallelism,
+or if a layer of the model does not have full attention.
 - Releases: vLLM 0.20.2 to 0.33.0. 0.32.0 and 0.33.0 were tested. For the other releases, only the code was read.
 - Remove when: vLLM takes the blocks from the start of the list.
 """

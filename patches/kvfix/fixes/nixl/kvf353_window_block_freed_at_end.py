@@ -13,7 +13,8 @@ block at the request's end (scheduler.py 0.32.0:3025), and decode allocates no b
 With Mamba states, bounded replay or MTP modules, prefill stops before the tokens that decode computes again
 (`_prefill_backoff`, nixl/base_scheduler.py 0.32.0:379). With windows only, prefill computes the whole prompt.
 
-Fix: If the model has windows, the fix lets prefill leave out the prompt's last token, and generate one token.
+Fix: If the model has windows, the fix makes prefill drop the prompt's last token. vLLM then also limits the prefill
+request to one generated token.
 
 Mixed roll-out: Install the fix on the prefill engine and on the decode engine, or on neither. If only one of them has
 it, the two engines count tokens differently. If the last token has a block of its own, decode then reads all KV shifted

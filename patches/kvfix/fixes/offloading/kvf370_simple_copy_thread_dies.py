@@ -22,7 +22,8 @@ from functools import partial
 from kvfix.fixes import _offloading, api, stubs
 from kvfix.fixes.api import GO_ON, Any, Fix, Steps, View, engine_log, fix_after, fix_around, fix_before, fix_calls, note
 
-#: Names of attributes. _REQUESTS: requests with a failed load (worker). _STORES: failed stores (scheduler, report).
+#: Names of attributes. _REQUESTS: the worker's list of requests with a failed load. _STORES: the failed stores, in the
+#: worker's report and in the scheduler.
 _REQUESTS, _STORES = "_kvfix_failed_requests", "_kvfix_failed_stores"
 #: Attribute of the metadata. It exists only if the scheduler has its part of the fix.
 _TOLD = "_kvfix_knows_failed_copies"

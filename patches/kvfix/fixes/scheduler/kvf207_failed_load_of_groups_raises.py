@@ -1,4 +1,4 @@
-"""EngineCore dies at a failed load of a model with several KV groups: vLLM cannot tell which request has failed.
+"""EngineCore dies if a load of KV fails for a model with several KV groups: vLLM cannot tell which request failed.
 
 Symptom: EngineCore dies with `A KV connector reported block-level load failures (invalid_block_ids) which is not
 supported for models with multiple KV cache groups`, or before vLLM 0.32 with `too many values to unpack (expected 1)`.
@@ -15,6 +15,7 @@ releases assume that a request has one list of blocks (0.26.0:2694). Since 0.5.6
 Fix: The fix acts only with several KV groups and a connector of LMCache. If all requests with a failed block are
 waiting for their load, the fix handles these requests as if the connector had reported their ids. With LMCache, all KV
 groups take blocks from one pool, so a block id belongs to one group only. Null block 0 belongs to no request.
+- Releases: vLLM 0.20.2 and later, with LMCache's multi-process connector up to 0.5.5.
 - Upstream: https://github.com/vllm-project/vllm/issues/50687; fixed in LMCache 0.5.6.
 - Remove when: LMCache 0.5.5 is no longer in use.
 """

@@ -40,7 +40,7 @@ def _with(**changed: Any) -> Callable[[Params], Params]:
 
 
 def _blocks(changed: Callable[[list[Any]], Any]) -> Callable[[Params], Params]:
-    """Return a function that changes the blocks of the first KV group."""
+    """Return a function that changes the blocks of the first KV group, and leaves out all other groups."""
     ids = "remote_block_ids"
     return lambda params: {**params, ids: changed(list(params[ids][0]) if params[ids] else [])}
 
