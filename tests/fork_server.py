@@ -92,7 +92,7 @@ def run_program(arguments: list[str], environment: dict[str, str], folder: str, 
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # vLLM would take 8 s to end its processes, so the test kills them
+        os._exit(code)  # skip vLLM's shutdown, which takes 8 s; the test kills vLLM's other processes
 
 
 def serve(connection: Connection, first: str, environment: dict[str, str]) -> None:

@@ -9,7 +9,7 @@ from tests.conftest import ADAPTER
 
 
 def changing(connector: str) -> list[str]:
-    """Return codes of fixes that also change healthy schedules of this connector. No rule checks these changes."""
+    """Return codes of fixes that also change events of healthy schedules of this connector."""
     return [fix.code for fix in catalogue.fixes() if connector in fix.changes_healthy]
 
 

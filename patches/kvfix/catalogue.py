@@ -65,7 +65,7 @@ def find(name: str) -> Fix | None:
 
 
 def handling(rule: str, text: str | None = None) -> list[Fix]:
-    """Return the fixes, for any release, whose `evidence` has this rule or finding. text: a message to match."""
+    """Return the fixes with this rule in `evidence`, for any release. text: a message that must match the evidence."""
     return [fix for fix in fixes() if rule in fix.evidence and (text is None or re.search(fix.evidence[rule], text))]
 
 

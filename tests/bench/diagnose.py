@@ -1,4 +1,4 @@
-"""Measure memory and time of kvfix-diagnose on one core. Divide the time by the time in which Python finds NEEDLES.
+"""Measure memory and time of kvfix-diagnose on one core. The unit of time is a Python search for the texts NEEDLES.
 
 A "life" is the log of an engine from start to end. kvfix-diagnose reads lives, a sparse log and a stream of 200 MB. In
 the sparse log, 99 of 100 lines mean nothing to kvfix-diagnose. The start of Python does not count as processor time.

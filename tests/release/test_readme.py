@@ -77,7 +77,7 @@ def printed(shell: Shell, engine: dict[str, str], tmp_path_factory: pytest.TempP
 
 
 def test_kvfix_is_installed_as_the_readme_says() -> None:
-    """The fixture `shell` has run the README's line. No page says `pip install kvfix`: the name on PyPI is not ours."""
+    """The fixture `shell` has run `pip install .`. No page says `pip install kvfix`: the name on PyPI is not ours."""
     assert "pip install ." in [block.text for block in of(DIED)]
     patterns = "README.md", "docs/*.md", "patches/**/*.py", "tools/**/*.py"
     pages = [page for pattern in patterns for page in ROOT.glob(pattern)]

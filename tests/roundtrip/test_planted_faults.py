@@ -35,7 +35,7 @@ def ran(cell: Cell, fault: str | None = None) -> Result:
 @pytest.mark.parametrize(("axis", "value"), SOME)
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "missing-event"])
 def test_a_fault_is_named(fault: str, axis: str, value: str) -> None:
-    """A word has eight bytes, as its identity has 63 bits. With an 8-bit dtype, eight elements form one word."""
+    """A word of eight bytes encodes its own position. With an 8-bit dtype, eight elements form one word."""
     result = ran(Cell("torch", **{axis: value}), fault)
     assert result.verdict == "failed"
     assert {kind for finding in result.findings for kind in finding.classes} == {FAULTS[fault]}
@@ -54,7 +54,7 @@ def test_a_finding_names_the_content_of_a_slot() -> None:
 
 
 def classes(copy: type[TorchCopy], **cell: str) -> dict[str, set[str]]:
-    """Run a cell with this class in place of TorchCopy. Return {check: classes of the finding}."""
+    """Run a cell with this class in place of TorchCopy. Return {stage: classes of the finding}."""
     check = CellCheck(Cell("torch", **cell), CPU)
     return {finding.stage: set(finding.classes) for finding in check.run(copy(check)).findings}
 

@@ -32,7 +32,7 @@ FIRST = "from tests.upstream import patched; patched.prepare({lmcache!r}, {conne
 
 
 def released_tests(row: upstream.Ready) -> Path:
-    """Return the folder with the tests of the release. For older releases, this folder does not exist."""
+    """Return the folder with the tests of the release. Only the installed releases have this folder."""
     return ROOT / ".cache/peers" / f"{row.dist}-{row.version}"
 
 
@@ -174,7 +174,7 @@ def test_no_such_patch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 #: If over MANY test files import a changed module, only the test files that are named after a changed file run.
 MANY = 20
-#: This test depends on time, and fails on a busy host. `python -m maintain peers` runs a failed test again, alone.
+#: These tests fail on a busy host, so `theirs` leaves them out. `python -m maintain peers` repeats them if they fail.
 TIMED = "tests/v1/lookup_client/test_lmcache_lookup_client.py"
 
 

@@ -65,7 +65,7 @@ class Offloading(Reader):
     Loads and stores are jobs of whole blocks. A job can take longer than a step, and a store can outlive its request.
     """
 
-    leaves_out_stored = True  # stores skip cached blocks, so the cache may hold tokens beyond the end of a store
+    leaves_out_stored = True  # stores skip cached blocks, so the cache may already hold the tokens before a store
 
     def __init__(self, connector: Any) -> None:
         super().__init__(connector)

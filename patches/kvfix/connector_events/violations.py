@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 #: Environment variable: path of a file that lists findings to suppress, such as `KVR009` or `KVR009 _requests_prio*`.
 SUPPRESS = "KVFIX_SUPPRESS"
-#: This module writes at most DUMPS recorder files in a process, and at most one per violation in PAUSE seconds.
+#: A process writes at most DUMPS files for violations and exceptions, and at most one per kind in PAUSE seconds.
 DUMPS, PAUSE = 16, 60.0
 RULE = "=" * 80
 #: A report shows at most this many events of the history.
@@ -29,7 +29,7 @@ LONGEST = 40
 
 
 class Violation(Exception):
-    """Raised in mode `strict` when a rule is violated. `finding` has the rule and the numbers."""
+    """Raised in mode `strict` when a rule is violated. `finding` names the rule, the request and the events."""
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(f"kvfix {finding}")
@@ -57,7 +57,7 @@ def report(watched: "WatchedConnector", hook: str, finding: Finding, error: Exce
 
 
 def report_exception(watched: "WatchedConnector", hook: str, event: Raised) -> None:
-    """Write a recorder file with the events before an exception of a hook. Called if kvfix checks no rules."""
+    """Write a recorder file with the events before an exception of a hook. Called if kvfix does not check the event."""
     if _is_due(f"exception {hook} {_without_numbers(event.error)}"):
         path = written(recorder.write, "exception")
         if path:

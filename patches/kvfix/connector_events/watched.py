@@ -3,7 +3,7 @@
 The wrapper of a hook calls `before_HOOK` and `after_HOOK` with the hook's parameters. (See vLLM's
 distributed/kv_transfer/kv_connector/v1/base.py 0.32.0.) The first argument of `after_HOOK` is the hook's answer. The
 time that kvfix needs in a step must not grow with the number of running requests. So kvfix records a running request
-only in steps with a load or store of the request.
+only in steps in which the request loads, stores or resumes.
 """
 
 from _thread import get_ident

@@ -9,7 +9,7 @@ Cause: In push mode a decode engine reads nothing from its peer, so its registra
 heartbeat starts the complete handshake, which is needed only to read KV (base_worker.py 0.32.0:3192). The handshake
 refuses a peer whose ranks share a KV head (:2450). A registration that waits for this handshake (:1290) fails too.
 
-Fix: If the check would refuse the peer, a heartbeat asks only for the peer's agents, as a registration does.
+Fix: If the complete handshake would refuse the peer, a heartbeat asks only for the peer's agents, like a registration.
 - Remove when: Heartbeats of push mode make the same handshake as registrations.
 """
 
@@ -32,7 +32,7 @@ def fix(worker: Any, metadata: Any) -> Steps:
 
 
 def _is_refused(worker: Any, ranks: int) -> bool:
-    """Return True if the check for reads refuses a peer with this number of ranks."""
+    """Return True if the complete handshake refuses a peer with this number of ranks."""
     heads = worker.transfer_topo.total_num_kv_heads
     return bool(ranks > worker.world_size and ranks > heads and not worker.use_mla and not worker._has_mamba)
 

@@ -57,7 +57,7 @@ class PrefetchingEngine(CacheEngine):
         self.unanswered: set[str] = set()
         self._asked: list[tuple[int, str, list[Any], list[int]]] = []
         events: Any = importlib.import_module("lmcache.v1.event_manager")
-        #: True if a load removes the event (up to LMCache 0.3.15). Since 0.4.1, only the unpin does (LMCache PR 2559).
+        #: True if a load removes the event (up to LMCache 0.3.15). Since 0.4.1, `lookup_unpin` removes it (PR 2559).
         self._load_takes = not hasattr(events.EventManager, "get_event_future")
         # Attributes that LMCacheEngine.lookup_unpin reads. The upstream patch of KVF013 reads `_consumed_prefetches`.
         self.lookup_pins = {}
@@ -110,7 +110,7 @@ class PrefetchingEngine(CacheEngine):
             real.lookup_unpin(self, name)
 
     def cleanup_memory_objs(self, lookup_id: str) -> None:
-        """Release the chunks of an aborted lookup. The client's clean-up message leads to this call."""
+        """Release a lookup's chunks. The lookup server calls this. Since LMCache 0.4.1, `lookup_unpin` calls it too."""
         self.fetched.pop(lookup_id, None)
 
 
@@ -163,7 +163,7 @@ class AsyncV1(V1):
         return set().union(*(each.unanswered for each in self.cache_engines))
 
     def kept(self) -> dict[str, set[str]]:
-        """Return the kept state. Leave out aborted lookups, because LMCache removes their state at the next lookup."""
+        """Return the kept state, without unanswered lookups and aborted lookups whose state the next lookup removes."""
         status, unanswered = self.client.reqs_status, self.looking()
         aborted = set(getattr(self.client, "aborted_lookups", ()))
         to_clean = {name for name in aborted if status.get(name) is not None} | unanswered
