@@ -115,7 +115,7 @@ def test_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.fixture
 def with_backend(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that runs one cell with a test backend. The command opens this backend with `opens`."""
+    """Return a function that runs one cell with a test backend. The function's argument `opens` opens the backend."""
 
     def run_one(opens: Any, *more: str, missing: str | None = None) -> Any:
         backend = backends.Backend("mine", "", opens, lambda device: missing)
@@ -148,7 +148,7 @@ def test_a_backend_that_refuses_and_one_that_crashes(with_backend: Any) -> None:
 def test_kvfixes_fixes_are_applied_while_it_runs(
     with_backend: Any, monkeypatch: pytest.MonkeyPatch, more: list[str], before: str | None, inside: str
 ) -> None:
-    """After the run kvfix removes the fixes. Engines that the command starts read the fixes from the environment."""
+    """The command sets KVFIX during the run, because the engines of the run read their mode from KVFIX."""
     monkeypatch.delenv("KVFIX", raising=False)
     if before is not None:
         monkeypatch.setenv("KVFIX", before)

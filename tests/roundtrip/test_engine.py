@@ -26,7 +26,7 @@ REMOTE = SimpleNamespace(start=64, end=192, skip_first_n_tokens=8)
     [
         ({}, "None"),
         ({"violations": ["KVR001 wrong"]}, "kvfix reports a violation: KVR001 wrong"),
-        # These faults do not change the outputs, because vLLM computes tokens that were not promised or not loaded.
+        # The next 3 faults do not change outputs, because vLLM computes tokens that were not promised or not loaded.
         ({"warm": {"hits": 0}}, "warm: no token came from the external cache"),
         ({"warm": {"loaded": 512}}, "warm: 576 tokens were promised, but only 512 loaded"),
         ({"warm": {"failed": 2}}, "warm: the load of 2 blocks failed"),
@@ -92,7 +92,7 @@ def test_the_error_that_came_first_is_reported() -> None:
 @pytest.mark.timeout(900)
 class TestOnRealEngines:
     def test_as_released(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """LMCache issue 4463: answers differ without a log line. LMCache 0.5.6 refuses vLLM's layout for the CPU."""
+        """LMCache issue 4463: answers differ without a log line. Use 0.5.5, because 0.5.6 refuses vLLM's CPU layout."""
         monkeypatch.setattr(real_engine, "run", functools.partial(real_engine.run, popen=Forked))
         monkeypatch.setenv(FORK_WORKERS, "")
         monkeypatch.setenv("PYTHONPATH", str(release("0.5.5")) + os.pathsep + os.environ.get("PYTHONPATH", ""))

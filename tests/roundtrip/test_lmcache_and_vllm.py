@@ -14,7 +14,7 @@ from tests.roundtrip.test_planted_faults import WITHOUT
 
 PACKED = ("packed", "packed-hnd", "packed-pool")
 PLAIN = ("nhd", "nhd-block-first", "mla")
-#: {backend: layouts in which every cell passes with the fixes}. The multi-process mode takes every layout.
+#: {backend: layouts in which every cell passes with the fixes}. The multi-process mode passes with all LAYOUTS.
 RIGHT = {
     **dict.fromkeys(("lmcache-v2", "lmcache-v3", "lmcache-engine"), (*PLAIN, *PACKED)),
     "lmcache-layerwise": (*PLAIN, "hnd", "hnd-block-first"),
@@ -47,7 +47,7 @@ def as_released(run: Any) -> dict[str, Any]:
 
 
 def test_the_default_matrix_passes(run: Any) -> None:
-    """With the fixes, the packed layouts of vLLM 0.26 and later pass too. For each refused layout there is a reason."""
+    """With the fixes, the packed layouts of vLLM 0.26 and later pass too. The report says why LMCache refuses HND."""
     lmcache = run("--backend", "lmcache", "lmcache-engine")
     assert lmcache["exit"] == 0
     assert {"KVF020", "KVF021"} <= set(lmcache["fixes"])

@@ -37,7 +37,7 @@ _errors: dict[int, BaseException | None] = {}
 
 
 def settle(module: ModuleType) -> None:
-    """Add kvfix's wrappers to this module of vLLM. In mode `fix`, remove all of kvfix's wrappers. Idempotent."""
+    """Add this package's wrappers to a module of vLLM. In mode `fix`, remove this package's wrappers. Idempotent."""
     if session.mode == "fix":
         remove_all()
     elif hasattr(module, "Scheduler"):
@@ -131,7 +131,7 @@ def _record(watched: WatchedConnector, what: str, args: tuple[Any, ...], kwargs:
 
 
 def _begin(connector: Any, is_scheduler: bool) -> WatchedConnector | None:
-    """Start to record this connector. Return None after an error. If `WatchedConnector` raises, record nothing."""
+    """Start to record this connector. Return None after an error. If WatchedConnector raises, record no calls."""
     held = vars(connector)
     try:
         held[_HELD] = SimpleNamespace(generation=session.generation, running=None)  # remains if the next line raises

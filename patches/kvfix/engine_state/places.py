@@ -1,4 +1,4 @@
-"""Find objects of the engine and of kvfix in this process, on the main thread's stack or in a module of vLLM.
+"""Find objects of the engine and of kvfix in this process, on the main thread's stack or in imported modules.
 
 EngineCore's loop is on this stack as long as the engine lives (`run_busy_loop`, v1/engine/core.py 0.32.0:1547). An
 engine in the user's own process is on the stack while the engine computes. At other times, a variable of the user's

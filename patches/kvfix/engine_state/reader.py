@@ -15,7 +15,7 @@ PINS = "pins of the worker"
 
 
 class Reader:
-    """The reader for an unknown connector. Its hooks show lookups and allocations, but neither loads nor stores."""
+    """The reader for an unknown connector. The connector's hooks show lookups and allocations only."""
 
     #: The number of tokens in a block if the connector loads only whole blocks, otherwise 0 (`LoadDue.block`).
     whole_blocks = 0

@@ -45,7 +45,7 @@ class History:
         self.lease_ended: ev.LeaseEnded | None = None
         #: The number of tokens that have KV in vLLM after the last scheduled step.
         self.computed: int | None = None
-        #: asked: last lookup since a preemption, failed load or new input. granted: promised tokens that vLLM takes.
+        #: asked: the last lookup (None after a preemption, failed load or new input). granted: tokens that vLLM takes.
         self.asked: ev.Asked | None = None
         self.granted: ev.Granted | None = None
         self.due: ev.LoadDue | None = None

@@ -259,7 +259,7 @@ class ReadsFrom(NamedTuple):
     request: str
     engine: str  # engine id in the request's `kv_transfer_params`
     peer: str  # request id in the request's `kv_transfer_params`
-    pushed: bool = False  # True if `engine` writes the blocks. This request never notifies `engine`, even if aborted
+    pushed: bool = False  # True if `engine` writes the blocks and gets no notice, even if the request is aborted
 
     def text(self) -> str:
         if self.pushed:

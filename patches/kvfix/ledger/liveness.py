@@ -18,7 +18,7 @@ OUTSIDE_STATUSES = {
     "WAITING_FOR_STREAMING_REQ": "the client: the next part of its prompt",
     "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR": "the compiler of its grammar",
 }
-#: In a worker's row, these fields list requests with an unreported load, or an unreported store after their end.
+#: Fields of a worker's row. They list requests with unreported loads, and ended requests with unreported stores.
 KINDS = ("loads", "unreported")
 
 
@@ -28,7 +28,7 @@ class Waiting:
 
     name: str
     waits_for: str = PLACE
-    #: Blocks that must be free before vLLM admits the request, with blocks reserved for others (None: not known).
+    #: Free blocks needed to admit the request (None: not known). A load between steps adds the reserved blocks.
     needs: int | None = None
     #: How many blocks the request already has, for example because its load has ended.
     holds: int = 0

@@ -119,7 +119,7 @@ class ConnectorRace(Race):
     """
 
     def transfer(self) -> Any:
-        """Make the connector without a buffer on the device, because kvfix cannot queue the copies of a buffer."""
+        """Make the connector without a buffer on the device, because kvfix cannot queue copies through a buffer."""
         if self.device.type == "cuda" and not self.events:
             raise Refused("on a GPU, LMCache's events cannot be left out")
         connector = lmcache.Connector(self.cell.backend.partition("-")[2], self, buffer=False)

@@ -31,8 +31,8 @@ _LOADS = "_kvfix_loads"
 class _Load:
     """The pins that the fix adds for one load, and the pins that the load itself releases.
 
-    `with load:` surrounds LMCache's code for this load. Layerwise loads alternate, and other threads can release pins
-    of a chunk at any time. So this load counts only releases inside `with load:` in the thread that runs this block.
+    `with load:` surrounds LMCache's code for this load. Layerwise loads take turns in a thread, and other threads can
+    release pins at any time. So this load counts only releases inside `with load:` in the thread that runs this block.
     """
 
     def __init__(self, chunks: list[Any]) -> None:

@@ -171,7 +171,7 @@ class PairWorker(Worker):
         self.begun()
 
     def begun(self) -> None:
-        """Do nothing. Subclasses may override this method, which is called after all connectors have begun a step."""
+        """Do nothing. Subclasses may override `begun`, which runs after the worker's connectors have begun a step."""
 
     def take_due(self, metadata: Any) -> None:
         self.due.update({name: (start, end) for name, start, end in self._reader.loads(metadata) or ()})

@@ -17,7 +17,7 @@ from kvfix_tools.roundtrip.backends import Backend
 from kvfix_tools.roundtrip.cell_check import CellCheck, Refused, Transfer
 from kvfix_tools.roundtrip.region import Region, make
 
-#: Default values of the axes. With these values, a transfer has whole blocks only.
+#: Default values of the axes of the test matrix. With these values, a transfer has whole blocks only.
 AXES = {"tokens": ("block", "512"), "slots": ("blocks", "contiguous"), "skip": ("none",)}
 
 
