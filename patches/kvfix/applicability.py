@@ -5,8 +5,8 @@ for a release with the same file (by its hash) or, if there is none, with the sa
 release has the function, the behaviour probe decides. If the probe cannot decide, kvfix refuses the function.
 
 Some code exists in several copies (`Owner.copy`). A fix has one group of functions for each copy. kvfix decides about
-each group separately, and wraps all functions of a group or none. kvfix refuses a group if one of its functions is
-unknown or missing, or cannot be wrapped. kvfix also refuses a group if no release has all functions of the group.
+each group separately. In a group, kvfix wraps all functions with the bug or none. kvfix refuses a group if a function
+is unknown, cannot be wrapped, or is missing unexpectedly. kvfix also refuses a group that no release has completely.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Apply and remove the wrappers of the fixes and of the connector events.
 
-A fix is one transaction. kvfix judges all functions of a fix before it wraps any function (`kvfix.applicability`). If
-the module of a function is not imported yet, kvfix judges the function by its file. If the imported function differs
-from the file, kvfix removes the whole fix. Each function has one `WrappedFunction`, which holds all its wrappers.
+Each group of a fix is one transaction. kvfix judges all functions of a fix before it wraps any (`kvfix.applicability`).
+Before the import of a module, kvfix judges its functions by the file. After the import, kvfix judges them again, and
+unwraps the group if a function is refused. Each function has one `WrappedFunction`, which holds all its wrappers.
 """
 
 import inspect
@@ -194,7 +194,7 @@ def _is_gone(wrapped: WrappedFunction, module: ModuleType, function: str) -> boo
     """Return True if a reload of the module has replaced the function.
 
     If another tool has wrapped kvfix's function, return False. `inspect.unwrap` finds the original, or the tool's
-    wrapper if this wrapper has no `__wrapped__`. A function with another file or name is a wrapper, not a reload.
+    wrapper if this wrapper has no `__wrapped__`. A reload keeps the file and the name, but a tool's wrapper does not.
     """
     found = installed_source.live_function(module, function)
     if found is None:

@@ -51,7 +51,7 @@ class Session:
         self.wrapped: dict[tuple[str, str], WrappedFunction] = {}
         #: {function of a wanted fix, if its module is imported: state after kvfix has tried to apply the fix}.
         self.outcomes: dict[Target, Applicability] = {}
-        #: {function of a wanted fix: whether the function without kvfix's wrappers has the bug, and kvfix can fix it}.
+        #: {function of a wanted fix: state of the function without kvfix's wrappers}.
         self.judged: dict[Target, Applicability] = {}
         #: {name: module} of each module whose import has ended while kvfix was active.
         self.complete: dict[str, Any] = {}

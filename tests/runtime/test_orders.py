@@ -59,7 +59,7 @@ def test_order(steps: tuple[str, ...]) -> list[str | None]:
 @pytest.mark.parametrize("kvfix_first", [True, False], ids=["kvfix first", "the other first"])
 @answers([False, True, False, 3, "applied"], release="0.3.10")
 def test_another_tool_wraps_the_same_hook(kvfix_first: bool) -> list[Any]:
-    """Each call runs the other tool's wrapper. kvfix adds and removes its own wrapper, inside or outside of theirs."""
+    """kvfix adds and removes its own wrapper, inside or outside of `theirs`. Each call of the hook runs `theirs`."""
     if kvfix_first:
         kvfix.apply()
     adapter = importlib.import_module(ADAPTER)

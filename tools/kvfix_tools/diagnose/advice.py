@@ -61,7 +61,7 @@ def heading(found: LogFinding) -> str:
 
 
 def advice(log: Diagnosis, found: LogFinding) -> list[Advice]:
-    """Return the remedies, surest first: fixes, releases that do not need them, settings, releases in `fixed_in`."""
+    """Return the remedies, surest first: fixes, releases that need no fix, settings, releases in `rule.fixed_in`."""
     concerned = fixes(log, found)
     fixable = [each for each in concerned if each.fixable]
     made = []
@@ -102,7 +102,7 @@ def remedy(log: Diagnosis, found: LogFinding) -> Remedy:
 
 
 def _ahead(log: Diagnosis, found: LogFinding, good: str) -> str:
-    """Return `good` without upgrades to releases up to the log's release. If nothing is left, advise a report."""
+    """Return `good` without upgrades that the log's release includes. If nothing is left, advise a report."""
     kept = [part for part in good.split("; ") if not _is_behind(log, found, part)]
     if kept:
         return "; ".join(kept)

@@ -98,7 +98,7 @@ class Diagnosis:
         if line.time is not None:
             self._time = line.time
         if name == "asked":
-            # vLLM looks up a waiting request in every engine step. Run the rules for every 16th equal lookup.
+            # vLLM looks up a waiting request in every engine step. Run the rules for 1 in 16 adjacent equal lookups.
             self._repeats = self._repeats + 1 if line.fields is self._asked else 0
             is_repeated = self._repeats > 0
             if not is_repeated:
@@ -254,7 +254,7 @@ class Diagnosis:
             self._on_found(found)
 
     def _began(self, found: LogFinding) -> float:
-        """Return the sort key `began` of a finding made at the log's end: behind all findings with earlier lines."""
+        """Return the sort key `began` of a finding made at the log's end. Findings at earlier lines get lower keys."""
         if not found.evidence:
             return math.inf
         file, number, _ = found.evidence[0]

@@ -16,7 +16,7 @@ from itertools import chain
 from kvfix.fixes.api import OFFLOADING_SCHEDULER, Any, Fix, fix_before, note
 
 
-# In each step, the fix checks each request's chunks that are not stored yet, as vLLM itself does.
+# In each step, the fix checks each request's unstored chunks. If a request has finished, the fix checks all its chunks.
 @fix_before(
     when=lambda scheduler, *_, **__: scheduler._sliding_window_groups and scheduler.config.blocks_per_chunk > 1,
     on_fault=lambda *_, **__: {},  # no stores in this step

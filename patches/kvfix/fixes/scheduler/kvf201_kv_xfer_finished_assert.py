@@ -11,7 +11,7 @@ the blocks and deletes the request (scheduler.py 0.32.0:3231, 3235). At the seco
 If the stores' report comes first, vLLM frees the blocks too early. The load then overwrites KV of other requests.
 
 Fix: For a request that was aborted during its load, vLLM gets only the report of the load. The fix also drops reports
-about unknown requests, and reports about requests that have not ended and wait for no load.
+about unknown requests. If a request has not ended, vLLM gets only reports of a load that this request waits for.
 - Releases: vLLM 0.11.2 to 0.33.0, with connectors that store asynchronously. Before 0.26.0, only the code was read.
 - Upstream: https://github.com/vllm-project/vllm/issues/43226, https://github.com/vllm-project/vllm/pull/56089 (open).
 - Remove when: vLLM counts the reports of a finished request.

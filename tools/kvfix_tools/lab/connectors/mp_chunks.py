@@ -42,7 +42,7 @@ class Chunks:
     def right(self, stored: StoredObject, contents: list[int], number: int, rank: int) -> list[int]:
         """Return the right content of an object. contents: the right contents of the request's tokens."""
         end = (number + 1) * self.size
-        own = self._slots[rank][0].own  # start=0, because the first token of each chunk belongs to rank 0
+        own = self._slots[rank][0].own  # `start` stays 0, because the first token of each chunk belongs to rank 0
         parts = [own(of_rank(rank, group.right(contents[end - kept : end]))) for group, kept in stored.parts]
         return parts[0] if len(parts) == 1 else [content for part in parts for content in part]
 

@@ -219,7 +219,7 @@ class RealServer(Server):
         self._end_leases()
         now = self.process.locks()
         self.events.counts["evicted_by_server"] += max(0, len(self.chunks.cache) - now["objects"])
-        # A repeated lookup of a request replaces the dropped lookup, whose locks then have no known request. Name none.
+        # If a request looks up again, the locks of its dropped lookup belong to no known request. Then name no request.
         whose = self._whose() or (set() if self._leases else {*self._lookups, *self.storing})
         more = {what: now[what] - self._before[what] for what in ("read locks", "write locks", "lookups")}
         return {f"{what} of the server ({number})": whose for what, number in more.items() if number > 0}

@@ -40,7 +40,7 @@ class Heartbeat:
 
 
 def _client_without_socket() -> Any:
-    """Return LMCache's message queue client (None before 0.5.6), without a socket. It handles lost connections."""
+    """Return LMCache's queue client (None before 0.5.6), without a socket. The client handles lost connections."""
     try:
         from lmcache.v1.multiprocess.transport.zmq_impl.mq import MessageQueueClient
     except ImportError:
@@ -230,7 +230,7 @@ class Server:
         return self._answer_later(due, rank)
 
     def _store(self, key: Any, groups: list[list[int]]) -> bool:
-        """Store blocks, and check their contents. groups: for each KV group, the blocks of all tokens of the key."""
+        """Store blocks, and check their contents. groups: each KV group's blocks from token key.start to key.end."""
         request_id, rank, counts = key.request_id, key.worker_id or 0, self.events.counts
         chunks, right = self._keys_from_start(key), self.events.model.right(request_id)
         if not self.chunks.covered(groups, len(chunks)):

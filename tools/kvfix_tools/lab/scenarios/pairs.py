@@ -213,7 +213,7 @@ SCENARIOS = {
         options=PUSH(prefix_caching=False, extra={"push_registration_timeout": 0.5}),
     ),
     "nixl-push-thread-loses-notices": push(
-        # One registration has more blocks than an earlier prefill request with the same id.
+        # Decode registers more blocks for the second "r" than prefill has for the first "r" with the same id.
         [do.router_takes(100), do.ask("r", prompt(32)), do.step(3)],
         [do.ask_at_once("r", prompt(200)), do.ask_at_once("s", prompt(200, seed=1))],
         shows="LAB003 WAITING_FOR_REMOTE_KVS",

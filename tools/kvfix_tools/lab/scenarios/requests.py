@@ -185,8 +185,8 @@ SCENARIOS = {
         options=MP(delay=5, num_blocks=21, max_num_batched_tokens=256, reserve_full_isl=False, policy="priority"),
     ),
     "loads-preempted-in-turn": scenario(
-        # Each prompt fills its blocks, so the first generated token needs one more block. The loads hold all, so vLLM
-        # preempts the request and drops the token. While this request loads again, the other request's load ends.
+        # Each prompt fills its blocks, so the first generated token needs one more block. The loads hold all blocks, so
+        # vLLM preempts the loaded request and drops the token. While this request loads again, the other load ends.
         [do.ask("a", prompt(64)), do.ask("b", prompt(64, seed=1))],
         do.run(),  # the OffloadingConnector has both prompts
         [do.ask("r", prompt(64), prefill_tokens=2), do.step(3), do.ask("other", prompt(64, seed=1), prefill_tokens=2)],
