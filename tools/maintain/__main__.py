@@ -1,6 +1,6 @@
 """Run a program for maintainers: `python -m maintain PROGRAM [ARGUMENTS]`.
 
-The function `main` of a program declares the program's arguments and options, and returns its exit code.
+The function `main` of a program declares the program's arguments and options, and returns the exit code or None.
 """
 
 import sys

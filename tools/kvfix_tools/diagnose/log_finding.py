@@ -27,7 +27,7 @@ class LogFinding:
     """A problem that kvfix found in the log.
 
     violated: rules of the ledger that the request's events violate. first, last: times of the first and last line.
-    ran: for each distribution, the last release that the file named before the finding's first line.
+    ran: {distribution: the last release that the log file named before the finding's first line}.
     """
 
     def __init__(self, rule: Problem, answer: Answer, sentence: str, request: str, line: LogLine | None) -> None:
@@ -92,7 +92,7 @@ def in_order(findings: list[LogFinding]) -> list[LogFinding]:
     causes = [found for found in troubles if not found.rule.symptom] or troubles[:1]
     for found in findings:
         before = [each for each in causes if each.began <= found.began or each.file != found.file]
-        # A symptom without a line follows from the first cause, and any other symptom from the last cause before it.
+        # A symptom follows from the last cause before it or in another file, or from the first cause if it has no line.
         follows = before and found.rule.symptom and found not in causes
         found.follows = before[0 if math.isinf(found.began) else -1] if follows else None
     tiers = {Severity.RISK: 2, Severity.NOTE: 3}

@@ -11,7 +11,7 @@ thread records no event for the failed copy or for later copies. The worker repo
 Fix: The copy thread continues after a failed copy, and the worker reports the copy to the scheduler. After a failed
 store, the blocks become free. After a failed load, vLLM computes the tokens, or ends the request
 (`kv_load_failure_policy`). No request finds a chunk whose copy has failed.
-- Releases: vLLM 0.26.0 to 0.33.0. The fix needs 0.32.0, whose workers can name the requests of failed loads.
+- Releases: vLLM 0.26.0 to 0.33.0. The fix needs 0.32.0 or later, whose workers can name the requests of failed loads.
 - Remove when: `_copy_loop` catches an exception of a copy, and the worker reports the failed copy.
 """
 
@@ -22,7 +22,7 @@ from functools import partial
 from kvfix.fixes import _offloading, api, stubs
 from kvfix.fixes.api import GO_ON, Any, Fix, Steps, View, engine_log, fix_after, fix_around, fix_before, fix_calls, note
 
-#: Names of attributes. _REQUESTS: the worker's list of requests with a failed load. _STORES: the failed stores, in the
+#: Names of attributes. _REQUESTS: the worker's set of requests with a failed load. _STORES: the failed stores, in the
 #: worker's report and in the scheduler.
 _REQUESTS, _STORES = "_kvfix_failed_requests", "_kvfix_failed_stores"
 #: Attribute of the metadata. It exists only if the scheduler has its part of the fix.

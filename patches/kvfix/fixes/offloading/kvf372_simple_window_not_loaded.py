@@ -8,7 +8,7 @@ single_type_kv_cache_manager.py 0.32.0:943). vLLM allocates a block in front of 
 nothing into the block (simple_kv_offload/manager.py 0.32.0:484). After the load, vLLM caches the block nevertheless.
 
 Fix: The fix also loads the blocks in front of the window. If the CPU memory lacks one of them, there is no hit.
-- Remove when: `find_longest_cache_hit` counts `extra_retained_tokens`, or vLLM caches no block that was not loaded.
+- Remove when: `find_longest_cache_hit` counts `extra_retained_tokens`, or vLLM no longer caches blocks without KV.
 """
 
 from kvfix.fixes.api import SIMPLE_SCHEDULER, Any, Fix, fix_after, note
@@ -44,7 +44,7 @@ def get_num_new_matched_tokens(scheduler: Any, promise: Any, request: Any, compu
                 note(__name__, f"request {request.request_id}: a block in front of its window is loaded")
                 found.append((number, place, blocks[0]))
     for number, place, block in found:
-        hit[number][place], _ = block, pool.touch([block])  # one statement, so that no error separates the changes
+        hit[number][place], _ = block, pool.touch([block])  # one statement, so that an error prevents both changes
     return promise
 
 

@@ -59,7 +59,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def _is_ahead(scheduler: Any, of_stages: bool) -> bool:
-    """Return True if steps may be in flight after the failed step. of_stages: also with several pipeline stages."""
+    """Return True if steps may be in flight after the failed step. of_stages: if True, pipeline stages count too."""
     if scheduler.scheduler_config.async_scheduling or getattr(scheduler, "use_v2_model_runner", False):
         return True
     return of_stages and scheduler.vllm_config.parallel_config.pipeline_parallel_size > 1
@@ -99,7 +99,7 @@ def compute(impl: Any, request: Any, num_computed_tokens: int) -> Any:
 
 # Up to 0.26, vLLM can drop outputs in flight only for all running requests together (`reset_prefix_cache`).
 
-#: Attribute of a scheduler: {request: the first step whose output is valid again; None until that step}.
+#: Attribute of a scheduler: {request id: first step with valid output, or None if this step is not scheduled yet}.
 _VALID_FROM = "_kvfix_valid_from"
 #: Attribute of a scheduler: the step whose output it handles now. Set if a load failed or outputs must be dropped.
 _CURRENT = "_kvfix_current_step"
