@@ -15,7 +15,7 @@ def lose(connector):
         file.unlink()
 
 
-class CountsQuestions(FolderConnector):  # it treats each call of get_num_new_matched_tokens as a grant
+class CountsQuestions(FolderConnector):  # it promises 0 tokens if vLLM looks up a request again
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         asked = self.__dict__.setdefault("asked", set())
         if request.request_id in asked:

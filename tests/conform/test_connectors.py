@@ -51,7 +51,7 @@ def test_the_table_agrees_with_a_new_run(once: Once) -> None:
         ("v1", [], ("v1", "")),
         ("MultiConnector", BESIDE, ("mp", "last")),
         ("MultiConnector", BESIDE[::-1], ("mp", "first")),
-        # These connectors run with their own workers.
+        # The lab runs these connectors without a stand-in.
         ("ExampleConnector", [], None),
         ("my_package.connector:MyConnector", [], None),
         ("MooncakeStoreConnector", [], None),

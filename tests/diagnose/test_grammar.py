@@ -36,7 +36,7 @@ def test_the_data_are_those_of_the_release(dist: str, release: str) -> None:
 
 @pytest.mark.parametrize("dist", ["lmcache", "vllm"])
 def test_what_every_release_prints_is_read(dist: str) -> None:
-    """Read each line's message, values and release. vLLM's copies of the adapters log through LMCache's logger."""
+    """Read each line's message, values and release. vLLM's copies of LMCache's adapters log in LMCache's format."""
     sources = {message.name: message.source for message in grammar.MESSAGES}
     known: set[str] = set()
     for row in statements.known()[dist]:
@@ -124,7 +124,7 @@ def test_the_statistics_of_the_newest_vllm_are_read() -> None:
 
 
 def test_the_names_of_nixls_statistics_are_those_of_the_newest_vllm() -> None:
-    """The names are in the order in which kv_connector/v1/metrics.py joins them."""
+    """The names in the line have the order of nixl/stats.py, because kv_connector/v1/metrics.py keeps this order."""
     source = (site_packages() / "vllm/distributed/kv_transfer/kv_connector/v1/nixl/stats.py").read_text()
     line = finding_logs("found")["KVD1051"][0].partition("metrics: ")[2]
     places = [source.index(f'"{value.partition("=")[0]}"') for value in line.split(", ")]

@@ -1,7 +1,7 @@
 """Apply kvfix, start vLLM and generate tokens, as a user's program does: `python serve.py JOB.json`.
 
 The program writes its results to the file `out` of the job. The job also has these fields:
-- `apply`: mode of kvfix, or None; `transfer`: kv_transfer_config; `engine`: arguments of LLM
+- `apply`: mode of kvfix, or None; `model`: a folder; `transfer`: kv_transfer_config; `engine`: arguments of LLM
 - `rounds`: lists of requests (prompt, number of tokens to generate). A number N in place of a prompt means the prompt
   and the answer of request N of the previous round.
 - `before`: {number of a round: calls before this round, each [name of a function of this module, more arguments]}

@@ -1,6 +1,6 @@
 """Find out why a running engine makes no progress. The functions are pure.
 
-A `Look` holds the state of all processes of an engine (`kvfix.engine_state`), which kvfix reads one after the other. A
+A `Look` holds the states of all processes of an engine (`kvfix.engine_state`), read at slightly different times. A
 verdict needs two looks or more, because a worker's report may still be on its way to the scheduler at the first look.
 """
 
@@ -76,7 +76,7 @@ def steps_between(before: Engine, after: Engine) -> int | None:
 
 
 def is_current(before: Engine, after: Engine, span: float) -> bool:
-    """Return True two steps (60 s if vLLM counts no steps) after the first look. Earlier reports have then arrived."""
+    """Return True three steps (10 s if vLLM counts none) after the first look. Earlier reports have then arrived."""
     steps = steps_between(before, after)
     return span >= 2 * LATE if steps is None else steps > 2
 
@@ -105,7 +105,7 @@ def in_hooks(looks: Sequence[Look]) -> Iterator[tuple[dict[str, Any], Engine | N
 
 
 def of_these_hooks(looks: Sequence[Look]) -> Sequence[Look]:
-    """Drop the looks from before all processes entered the hooks that they are in at the last look.
+    """Drop the older looks, at which a process is not yet in the hook that it is in at the last look.
 
     A process in a hook may block all other processes. If only one look would remain, return all looks.
     """
@@ -117,7 +117,7 @@ def of_these_hooks(looks: Sequence[Look]) -> Sequence[Look]:
 
 
 def stands(looks: Sequence[Look], process: dict[str, Any]) -> bool:
-    """Return True if this process, which is in the same hook at every look, has made no progress for `HOOK` seconds."""
+    """Return True after `HOOK` s if no request moves (for a worker), or if a scheduler begins at most a step in 2 s."""
     span = looks[-1].at - looks[0].at
     steps = {after.process["pid"]: steps_between(before, after) for before, after, _ in engines(looks)}
     count = steps.get(process["pid"])

@@ -2,7 +2,7 @@
 
 ptrace stops only this thread, and sends no signal to it. After a call, kvfix restores all registers, even the vector
 registers, because the thread may be inside a computation. A C function returns to a breakpoint instruction in the
-process's code, so the thread stops then. In memory, kvfix writes only this address, below the stack (x86-64 only).
+process's code, so the thread stops then. To memory, kvfix writes only the return address of the function (x86-64).
 
 If the tracing process died during a call, the breakpoint would end the traced process. So kvfix forks a tracing process
 for each `stop`. The tracing process completes all calls of `stop` even if the user ends kvfix.
@@ -23,7 +23,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, TypeAlias
 
-_SECONDS = 20.0  # time limit of a call in seconds
+_SECONDS = 20.0  # time limit of a `stop` with all its calls, in seconds
 _POKEDATA, _CONT, _DETACH = 5, 7, 17
 _GETREGSET, _SETREGSET, _SEIZE, _INTERRUPT, _GETSIGMASK, _SETSIGMASK = 0x4204, 0x4205, 0x4206, 0x4207, 0x420A, 0x420B
 _WALL = 0x40000000  # option of waitpid to wait for threads too

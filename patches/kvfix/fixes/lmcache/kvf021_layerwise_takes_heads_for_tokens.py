@@ -11,8 +11,8 @@ torch_ops/mem_kernels.py:323). The operation that moves all layers raises for HN
 
 Fix: The fix passes the operation a view of the KV cache with the two axes swapped, and the layout of this view. The fix
 does nothing if a block has as many tokens as there are KV heads. LMCache then mixes up heads and tokens of whole
-blocks in the same way at the store and at the load. So the KV of whole blocks is right. If the fix changed this
-order, chunks that were stored without the fix would load wrong KV.
+blocks in the same way at the store and at the load. So the KV of whole blocks is right. If the fix swapped the
+axes here, chunks that were stored without the fix would load wrong KV.
 - Releases: LMCache 0.5.0 to 0.5.6.
 - Remove when: `kvfix roundtrip --backend lmcache-layerwise --layout hnd --no-fixes` passes.
 """

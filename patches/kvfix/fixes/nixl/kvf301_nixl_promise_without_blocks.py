@@ -11,8 +11,8 @@ warning). Blocks or engine are missing if prefill kept no blocks (KVF314), the r
 vLLM, or the request is malformed.
 
 The worker raises during the load if the blocks are not in lists, or if the name of engine, request or host is not a
-string. The load of a flat list, in place of one list per KV group, fails too. If the worker can report a failed load
-(KVF311), the fix does not refuse a flat list: the load fails, and vLLM handles the failure.
+string. The worker also raises if the block ids are one flat list, in place of one list per KV group. If the worker can
+report a failed load (KVF311), the fix does not refuse a flat list: the load fails, and vLLM handles the failure.
 
 Fix: The fix promises 0 tokens for incomplete or malformed parameters. The request computes its prompt itself.
 - Remove when: vLLM checks the parameters before it promises tokens.

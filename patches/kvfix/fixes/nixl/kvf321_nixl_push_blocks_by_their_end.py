@@ -2,8 +2,8 @@
 
 Symptom: Requests return wrong text without a message, if the prefill engine has generated more than one token.
 
-Cause: As in pull mode (KVF310), `_apply_prefix_caching` pairs the blocks from the end of the prefill engine's list
-(push_worker.py 0.32.0:670). If the generated tokens need new blocks, this list is too long by these blocks.
+Cause: As in pull mode (KVF310), `_apply_prefix_caching` takes the blocks for the decode engine from the end of the
+prefill engine's list (push_worker.py 0.32.0:670). This list is too long if the generated tokens need new blocks.
 
 Fix: In KV groups with full attention, the fix does not push the blocks after the prompt.
 - Remove when: vLLM pairs the blocks by their position in the prompt.

@@ -5,7 +5,7 @@ offloading/worker.py, and EngineCore dies with it. vLLM's OffloadingWorker for C
 An OffloadingWorker from `spec_module_path`, such as llm-d's for a file system, can report a failed copy.
 
 Cause: `get_finished` asserts that each copy has succeeded: "we currently do not support job failures"
-(offloading/worker.py 0.32.0:288). vLLM has code that handles a failed copy.
+(offloading/worker.py 0.32.0:288). CPUOffloadingManager and vLLM's scheduler could handle failed stores and loads.
 
 Fix: The fix shows all copies to `get_finished` as successful, and adds the failed copies to the worker's report. The
 manager drops the chunks of a failed store. After a failed load vLLM computes the tokens, or ends the request
