@@ -62,7 +62,7 @@ def wedge(name: str) -> dict[str, Any]:
     prepare()
     engine = getattr(wedged, name)()
     seconds = due(engine.step, 40)
-    watchdog._TRIES = watchdog._STANDS = 10_000  # on a busy host, a step may take longer than 50 tries
+    watchdog._TRIES = watchdog._STANDS = 10_000  # on a busy host, `_look` may need more tries until a step ends
     dog = watchdog.Watchdog(0.5)
     reports = logged_reports()
     thread = watchdog.threading.Thread(target=dog.run)

@@ -144,7 +144,7 @@ def with_recorder() -> dict[str, Any]:
 
 
 def asked_and_needed(windows: tuple[int, ...], reserve: bool) -> list[tuple[int | None, int]]:
-    """Return (kvfix's, vLLM's count of needed blocks) for each attempt to admit a request while no request runs."""
+    """Return the needed blocks (kvfix's count, vLLM's count) of each try to admit a request while no request runs."""
     engine = _engine(replace(MP, delay=2, num_blocks=72, windows=windows, max_num_batched_tokens=128))
     scheduler, found = engine.scheduler, []
     scheduler.scheduler_reserve_full_isl = reserve

@@ -143,7 +143,7 @@ def test_a_pin_that_comes_during_a_load_stays(mode: str) -> list[int]:
 
 @answers([1], fixes=True)
 def test_a_load_that_ends_early_leaves_no_pin() -> list[int]:
-    """One of two layerwise loads ends early. LMCache must release the pins of both loads. Return the remaining pins."""
+    """One of two layerwise loads ends early. LMCache must keep only the pin of request o. Return the pins."""
     made = make_engine("layers")
     made.store()
     for name in "rso":
@@ -211,7 +211,7 @@ class Worker:
         return meta
 
     def step(self, requests: dict[str, str], load: bool, hit: int = 64) -> None:
-        """Make a step that loads or stores. requests: {name: tag}. The step stores the tokens after the hit."""
+        """Make a step that loads or stores. requests: {name: tag}. A load of the whole prompt stores nothing."""
         import torch
 
         metadata = self.module.LMCacheConnectorMetadata()
@@ -256,7 +256,7 @@ def test_a_load_leaves_the_pins_of_other_requests() -> list[int]:
 SHORT = [
     (False, 0, 64, ["dies", 0]), (False, 2, 64, [[], 2]), (["KVF026"], 0, 64, [[0, 1, 2, 3], 0]),
     (True, 2, 64, [[2, 3], 2]), (True, 4, 64, [[], 4]),
-    # One of two hit chunks is gone. The step computes later chunks from missing KV. With KVF026 alone, it stores them.
+    # One of two hit chunks is gone. The step computes later chunks from missing KV. With KVF026 alone, all are stored.
     (["KVF026"], 1, 32, [[1], 4]), (True, 1, 32, [[1], 1]),
 ]  # fmt: skip
 

@@ -85,8 +85,8 @@ def scenarios(connector: str) -> dict[str, Any]:
 def fuzzed(connector: str, steps: int) -> dict[str, Any]:
     """Run each seed without and with the fixes. Return the seeds whose violations are worse with the fixes.
 
-    A run ends when the engine dies, so a run with the fixes can be longer. A rule counts if seeds violate it only
-    with the fixes. A rule about wrong output also counts if the same seed violates no rule without fixes.
+    A run ends when the engine dies, so a run with the fixes can be longer. A rule counts if no seed violates
+    this rule without the fixes. A rule about wrong output also counts if this seed is clean without the fixes.
     """
     from kvfix_tools.lab.fuzz import fuzz_run
 

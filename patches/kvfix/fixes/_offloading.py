@@ -23,8 +23,8 @@ def all_stores_fail(scheduler: Any, *_: Any, **__: Any) -> Any:
 def fails_jobs(mark: str, find: Callable[[Any, Any], Collection[int]]) -> Fixing:
     """Return a fix for `update_connector_output`. With the fix, a job ends as failed if a worker reports its failure.
 
-    After a failed store, the manager drops the store's chunks. The scheduler then stores all chunks of a running
-    request again. After a failed load, the request loads nothing more.
+    After a failed store, the manager drops the store's chunks. If the store's request still runs, the scheduler stores
+    all chunks of this request again. After a failed load, the request loads nothing more.
     mark: name of the scheduler's attribute that keeps a failed job until every worker has reported the job as done.
     find: (scheduler, report) -> jobs that are failed according to this report and were not failed before.
     """

@@ -73,7 +73,7 @@ def promise_if(is_right: Callable[[Any, Any], Any]) -> Fixing:
 
 
 def drop_peerless(module_name: str, names_peer: Callable[[Any], bool]) -> Fixing:
-    """Return a fix for `build_connector_meta` that drops a request if the request names no prefill to notify."""
+    """Return a fix for `build_connector_meta` that removes requests from `_reqs_need_recv` if they name no prefill."""
 
     @fix_before(when=lambda connector, *_, **__: connector._reqs_need_recv)
     def build_connector_meta(connector: Any, *_: Any) -> None:

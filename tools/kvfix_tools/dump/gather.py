@@ -112,7 +112,7 @@ def main_frames(threads: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def where(threads: list[dict[str, Any]], connectors: list[dict[str, Any]]) -> str:
-    """Return the connector hook that the process runs, how long it has run, and the current line; "" without a hook."""
+    """Return the running hook, its duration (if the recorder has it), and the current line; "" without a hook."""
     frames = main_frames(threads)
     line = f", at {frames[0]['name']} ({frames[0]['filename']}:{frames[0]['line']})" if frames else ""
     inside = [each for each in connectors if each.get("inside")]

@@ -1,6 +1,6 @@
 """The hooks of mkdocs (`hooks:` in mkdocs.yml): add the generated pages, and remove files that no page needs.
 
-Each fix, finding, rule and file of TOP gets a page. Generated tables replace the MARKS in written pages.
+Each fix, finding, rule and file of TOP gets a page. Generated texts replace the MARKS in written pages.
 """
 
 import re

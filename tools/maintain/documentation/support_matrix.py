@@ -20,7 +20,7 @@ from maintain.scenario_matrix import Pairs
 
 FIXED, NOT_FIXED, CLEAN, NOT_PLAYED = "bug, fixed", "bug, **not fixed**", "no bug", "-"
 #: Letters for the cells in the data of the page. The second line has the letters for NOT_PLAYED. C: the code has the
-#: bug. r: the code does not have the bug. -: no release of the pair has the fixed function.
+#: bug. r: the code does not have the bug. -: neither release has a function that the fix changes.
 _LETTERS = {FIXED: "F", NOT_FIXED: "N", CLEAN: "c"}
 _IN_THE_CODE, _RIGHT, _ABSENT = "C", "r", "-"
 

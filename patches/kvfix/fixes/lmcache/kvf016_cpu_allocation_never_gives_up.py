@@ -8,7 +8,7 @@ Cause: `allocate` evicts only chunks of the CPU cache. There is nothing to evict
 
 Fix: A load waits for memory for at most ten seconds in total. Then the load fails, and vLLM computes the tokens.
 `allocate` does not know which load calls it, so the fix adds up the waits of each thread. After a minute without a
-wait, the thread may wait ten seconds again. Stores do not wait. A failed load from disk returns no chunk.
+wait, the thread may wait ten seconds again. Stores do not wait. A disk load without memory returns None.
 - Upstream: https://github.com/LMCache/LMCache/issues/2942 (open), https://github.com/LMCache/LMCache/issues/3804.
   Without the fix, set `local_cpu: true`, set a larger `max_local_cpu_size`, or send fewer requests at once.
 - Remove when: `allocate` has a timeout.

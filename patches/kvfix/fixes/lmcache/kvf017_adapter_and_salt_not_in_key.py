@@ -51,7 +51,7 @@ def fix_lookup(impl: Any, request: Any, num_computed_tokens: int) -> Steps:
 
 
 def _found_by_none(impl: Any, scheduler_output: Any, *_: Any, **__: Any) -> Any:
-    """Give each new request a unique tag. LMCache finds no chunk to load, and no other request finds its chunks."""
+    """Give each new request a unique tag. LMCache loads no chunk, and no other request finds the stored chunks."""
     for new in scheduler_output.scheduled_new_reqs:
         new.sampling_params = copy.copy(new.sampling_params)
         own_tag = {"kv_transfer_params": {TAG: f"error-{new.req_id}"}}

@@ -144,7 +144,7 @@ class ServerProcess:
             if any(storage[controller][count] for controller, counts in _MOVES.items() for count in counts):
                 busy_at = time.monotonic()
                 return False
-            locked = storage["l1_manager"]["read_locked_count"]  # LMCache sets it before the counts in _MOVES
+            locked = storage["l1_manager"]["read_locked_count"]  # LMCache locks objects before it counts their move
             return not locked or time.monotonic() > busy_at + LINGERING
 
         self.transfers_end()

@@ -211,7 +211,7 @@ def make(name: str, geometry: Geometry, check: CellCheck, buffer: bool = True) -
 
 
 def hints(geometry: Geometry) -> dict[str, str]:
-    return {"kv_layout": "HND" if geometry.layout.name in HND else "NHD"}  # LMCache finds packed-pool by its strides
+    return {"kv_layout": "HND" if geometry.layout.name in HND else "NHD"}  # LMCache reads packed-pool's strides
 
 
 @functools.cache
