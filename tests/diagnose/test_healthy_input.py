@@ -32,7 +32,7 @@ def parts(whole: list[bytes], step: int) -> Iterator[list[bytes]]:
 
 
 def found(text: bytes, general: bool = False) -> list[str]:
-    """Return the codes of findings that are no notes. general: include notes of problems with `general = true`."""
+    """Return the codes of findings except notes. general: include notes of general problems, except KVD1041."""
     return [
         each.rule.code
         for each in diagnosed(text).findings

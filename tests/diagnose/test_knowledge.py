@@ -243,7 +243,7 @@ def meet(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
 
 
 def second(problem: Problem, log: str) -> list[str]:
-    """Return the other findings in this one-line log whose records have a release in common with this problem."""
+    """Return codes of the other findings in this log whose records have a release in common with this problem."""
     known = {each.code: each for each in catalogue()}
     records = {code: known.get(code) for code in codes(diagnose(log)) if code != problem.code}
     return [code for code, record in records.items() if record is None or meet(problem.releases, record.releases)]

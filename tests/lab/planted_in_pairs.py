@@ -145,7 +145,7 @@ def decode_forgets_what_it_waits_for(pair: Any, send: Any, request: str, registr
 
 
 def _reads_at(factor: int) -> Any:
-    """Let decode's second rank read prefill's blocks at an offset. factor: offset divided by a rank's block size."""
+    """Let decode's second rank read prefill's blocks at an offset. factor: offset / block size of the second rank."""
     return lambda _, build, plan, *more: build(dataclasses.replace(plan, rank_offset_factor=factor), *more)
 
 

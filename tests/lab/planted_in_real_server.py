@@ -22,7 +22,7 @@ def _reversed(_: Any, submit: Any, request: str, key: Any, caches: Any, blocks: 
     return submit(request, key, caches, [group[::-1] for group in blocks], *rest, **more)
 
 
-# a lookup locks chunks that vLLM's own cache has too. With this fault, no call asks the server to free the locks
+# a lookup also locks chunks that vLLM's own cache has. With this fault, no call asks the server to free these locks
 row(
     "end_of_a_hit_is_not_sent", "connector.scheduler_adapter.free_lookup_locks", lambda *_, **__: None,
     "KVR009 read locks of the server", **LOADS,

@@ -1,4 +1,4 @@
-"""Make a patched copy of a release, and try the patch on the copy. Files that the patch leaves alone are links."""
+"""Make a patched copy of a release, and test the copy. Files that the patch leaves alone are links."""
 
 import ast
 import functools

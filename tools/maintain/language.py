@@ -42,7 +42,7 @@ PHRASES = {
 _PHRASE = re.compile(rf"(?<!\w)({'|'.join(map(re.escape, PHRASES))})(?!\w)", re.IGNORECASE)
 _CODE = re.compile(r"(`+)(?!`).*?(?<!`)\1(?!`)", re.DOTALL)
 _LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)|https?://\S+")
-#: The name of a field of a docstring (`name: text`), which is checked like a list item.
+#: The name of a field in a docstring (`name: text`). `paragraphs` makes the text a list item.
 _FIELD = re.compile(r"^[a-z_]+(?:, [a-z_]+)*: +", re.MULTILINE)
 _END = re.compile(r"(?<=[.!?])[\"')*]*\s+(?=[\"'(*<]*(?:[A-Z0-9]|vLLM|kvfix))")
 

@@ -1,7 +1,7 @@
 """`make statements`: collect the texts that the source of the releases logs or raises, for kvfix-diagnose.
 
-`kvfix_tools/diagnose/statements.json` has logging statements and assertion texts that the grammar reads. `checks.json`
-has exceptions, assertions and logged errors. The program keeps the entries of other releases.
+`kvfix_tools/diagnose/statements.json` has the texts that the grammar reads, such as log lines and assertion texts.
+`checks.json` has exceptions, assertions and logged errors. The program keeps the entries of other releases.
 
     python -m maintain statements lmcache DIR/0.3.1 DIR/0.3.2 ...
     python -m maintain statements vllm DIR/0.9.2=.../site-packages ...
@@ -81,7 +81,7 @@ def take_statements(table: Table, release: str, root: Path) -> None:
 
 
 def rows(table: Table) -> list[list[object]]:
-    """Return the rows of the file: [message, template, level, file, {line: releases}]. The oldest release is first."""
+    """Return the rows of statements.json: [message, template, level, file, {line: releases, oldest first}]."""
     made: list[list[object]] = []
     for key, lines in sorted(table.items()):
         by_line: dict[str, list[str]] = {}
@@ -142,7 +142,7 @@ def _ranges(numbers: Iterable[int]) -> list[int]:
 
 
 def as_data(table: statements.Table) -> dict[str, object]:
-    """Return the data of the file: sorted releases, and {file: {function: [[kind, text, condition, *ranges]]}}."""
+    """Return the data of checks.json: releases, and {source file: {function: [[kind, text, condition, *ranges]]}}."""
     releases = sorted({release for found in table.values() for release in found}, key=Version)
     files: dict[str, dict[str, list[list[object]]]] = {}
     for (file, function, check), found in sorted(table.items()):

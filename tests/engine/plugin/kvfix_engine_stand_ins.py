@@ -81,7 +81,7 @@ def early_releases(adapter: Any) -> None:
 
     adapter._init_lmcache_engine = init
     impl = adapter.LMCacheConnectorV1Impl
-    # vLLM 0.32 calls both functions. LMCache 0.3 lacks both, and looks for KV tensors in vLLM's forward context.
+    # LMCache 0.3 lacks the next two functions, which vLLM 0.32 calls, and takes KV tensors from the forward context.
     impl.register_kv_caches = lambda self, kv_caches: setattr(self, "kv_caches", kv_caches)
     impl.get_kv_events = lambda self: []
 

@@ -1,4 +1,4 @@
-"""A vLLM plugin that writes notes in EngineCore and worker (JSON lines), and replaces LMCache's GPU connector.
+"""A vLLM plugin: EngineCore and workers write JSON lines to files, and a stand-in replaces LMCache's GPU connector.
 
 The plugin patches no function that kvfix fixes. The plugin replaces parts of LMCache only when vLLM imports LMCache,
 because vLLM's CPU platform does not start if LMCache is imported earlier.

@@ -1,4 +1,4 @@
-"""Find out which releases the lab plays, which options the fuzzer draws, and which arguments classes accept."""
+"""Find out which releases the lab plays, which options the fuzzer draws, and which arguments a class accepts."""
 
 import ast
 import functools
@@ -25,7 +25,7 @@ FEATURES = ("async_scheduling", "model_runner_v2", "drafter", "pause", "sessions
 _DRAWN = {
     "enable_async_loading": {"lmcache": ">=0.3.10"},
     "min_retrieve_tokens": {"lmcache": ">=0.3.14"},
-    # in earlier releases layerwise stores of several requests kill EngineCore (KVD807)
+    # in earlier releases layerwise stores of several requests kill the worker (KVD807)
     "use_layerwise": {"lmcache": ">=0.3.15"},
     "max_tokens_per_load": {"lmcache": ">=0.4.7"},
     "mp.eager_prefetch": {"lmcache": ">=0.5.4"},

@@ -1,7 +1,7 @@
 """EngineCore dies with `max_tokens_per_load`: LMCache promises the whole cap, but loads only up to a chunk boundary.
 
 Symptom: EngineCore dies with `AssertionError: Mismatch in tokens to load: 1024 vs 1024 (tokens in lmcache) - 80 (tokens
-in vllm) - 0 (...)`. It happens if LMCache's hit is above the cap and vLLM's own hit is no multiple of the chunk size.
+in vllm) - 0 (...)`. The error occurs if LMCache has more new tokens than the cap, and vLLM's hit ends within a chunk.
 
 Cause: `get_num_new_matched_tokens` promises the whole cap, but writes a LoadSpec that ends at the chunk boundary below
 `computed + cap`. With 80 computed tokens and a cap of 1,024, it promises 1,024 tokens, but the LoadSpec ends at token

@@ -38,7 +38,7 @@ class Played(NamedTuple):
 
 
 def play(schedule: Schedule, end: int = 4000) -> Played:
-    """Play all steps, then free the taken blocks and run the engine until it has no work, for at most `end` steps."""
+    """Play all steps, and free taken blocks. Then work until idle, for at most `end` steps, or 8 * `end` in a pair."""
     options = schedule.options
     if options.real_transfers:  # also play the schedule with the lab's simulation of NIXL
         return _play_both(options, lambda pair: played(pair, _play_pair, schedule, end))
@@ -169,7 +169,7 @@ def _move_request(engine: LabEngine, kind: str, name: str, chunks: int, rank: in
     elif kind == "is_beside":
         engine.has_in_other_connector(name)
     elif kind == "fail_load":
-        # with several ranks, a failed load may give the decoder wrong KV in spite of KVF030, so let no load fail
+        # with several ranks, a failed load may give a decoder wrong KV in spite of KVF030. Skip requests with a decoder
         asked = getattr(engine.requests[name], "kv_transfer_params", None) or {}
         if engine.options.ranks == 1 or "disagg_spec" not in asked:
             engine.fail_load(name, chunks, rank)
@@ -211,14 +211,14 @@ def shrink(schedule: Schedule, wanted: str, seconds: float = 45.0, player: Calla
 
 
 def _smaller(step: DrawnStep) -> list[DrawnStep]:
-    """Return variants of this step with fewer tokens or blocks."""
+    """Return variants of this step with a smaller `max_tokens` or fewer blocks."""
     if step[0] in ("admit", "ask"):
         return [(*step[:4], tokens, *step[5:]) for tokens in (1, 2, 5) if tokens < step[4]]
     return [(*step[:-1], 1)] if step[0] == "take_blocks" and step[-1] > 1 else []
 
 
-#: {name of a request or of an engine's slots: its state}. The lab's simulation of NIXL leaves garbage in a slot if the
-#: source of a transfer has changed or the peer has ended. Real NIXL may leave any content in this slot.
+#: {name of a value (see `_state`): the value}. The lab's simulation of NIXL leaves garbage in a slot if
+#: the source of a transfer has changed or the peer has ended. Real NIXL may leave any content in this slot.
 State = dict[str, Any]
 
 

@@ -114,7 +114,7 @@ class Run(msgspec.Struct, frozen=True):
     def not_as_released(self, schedule: Schedule, violations: list[Finding]) -> list[Finding]:
         """If only one engine has fixes, return only the violations that do not appear without fixes.
 
-        If the schedule has any violation without fixes, return none. A fix changes when requests end, so a bug may hit
+        If the schedule has any violation without fixes, return none. Fixes shift the ends of requests, so a bug may hit
         another request. Leave out each step once, play the rest without fixes, and omit violations of these plays.
         """
         if not violations or self.fixes_in == "both" or not self.fixes:
