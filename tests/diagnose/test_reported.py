@@ -17,7 +17,7 @@ MESSAGES = [
     for row in rows
     if row.message in error_index.kinds()
 ]
-#: Messages that both LMCache and vLLM's copy of LMCache log. Without a prefix, kvfix takes the message for LMCache's.
+#: Messages of LMCache and of vLLM's copy of LMCache. Without a prefix, kvfix assumes that LMCache logged the message.
 BOTH = {text for dist, *_, text in MESSAGES if dist == "vllm"} & {each[-1] for each in MESSAGES if each[0] == "lmcache"}
 
 
@@ -62,7 +62,7 @@ def test_a_bare_line_is_explained_or_noticed(case: dict[str, str]) -> None:
 
 
 def test_a_line_far_above_a_traceback_heads_nothing() -> None:
-    """The diagnosis names the error line if the exception is far below this line, or if no finding explains it."""
+    """The error line gets its own finding if the exception is far below, or if no finding explains the exception."""
     line = LMCACHE.format(level="ERROR", text="Cannot store keys due to exception")
     frames = [("lmcache/v1/multiprocess/modules/lmcache_driven_transfer.py", "retrieve", "self.context(instance)")]
     for apart, text in (("", "nobody knows this"), ("x\n" * 200, "No GPU context registered for 7")):

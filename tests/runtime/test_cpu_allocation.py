@@ -1,4 +1,4 @@
-"""KVF016 on LMCache's own `allocate`, with an allocator without memory and a simulated clock."""
+"""Test KVF016 with LMCache's own `allocate`, an allocator with little or no memory, and a simulated clock."""
 
 import time
 from types import SimpleNamespace

@@ -8,7 +8,7 @@ from kvfix.fixes.api import Any, Fixing, Steps, View, engine_log, fix_after, fix
 
 
 def fetched(engine: Any, lookup_id: Any) -> list[Any]:
-    """Return the memory objects that an asynchronous lookup has fetched, or [] if the fetch is not done or failed."""
+    """Return the memory objects that an asynchronous lookup has fetched, or [] if the fetch failed or has not ended."""
     future = _done_events(engine).get(lookup_id)
     if future is None or future.exception() is not None:
         return []

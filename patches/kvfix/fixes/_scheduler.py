@@ -55,9 +55,9 @@ def running(*requests: Any, adapter: Any = None) -> Any:
 
 
 def scheduled_tokens(function: Callable[..., Any], scheduler: Any) -> list[dict[str, int]]:
-    """Return the list of further arguments for a probe's call: only `num_scheduled_tokens`.
+    """Return [num_scheduled_tokens] for a probe's call of the function.
 
-    The list is empty if the function does not take this argument (before vLLM 0.20).
+    Return [] if the function does not take this argument (before vLLM 0.20).
     """
     has_it = "num_scheduled_tokens" in inspect.signature(function).parameters
     return [dict.fromkeys(scheduler.requests, 4)] if has_it else []

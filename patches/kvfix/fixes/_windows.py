@@ -1,4 +1,4 @@
-"""Code that the fixes for models with sliding windows or recurrent (Mamba) states share.
+"""Shared code of the fixes for models with sliding windows or recurrent (Mamba) states.
 
 When a step begins, vLLM frees the blocks before the window and replaces them by null block 0
 (v1/core/single_type_kv_cache_manager.py 0.32.0:672, 1135). The freed blocks stay in LMCache's own list.
@@ -62,7 +62,7 @@ def has_transfers(connector: Any, answer: Any, scheduler_output: Any, metadata: 
 
 
 def stored(hook: Any, module: Any, connector: Any, computed: int, tokens: int, **blocks: Any) -> list[Any]:
-    """Return, for probes, the metadata of a step that computes `tokens` more tokens of a request with two KV groups.
+    """Return, for probes, the metadata of a step and of its requests. The step computes `tokens` tokens of one request.
 
     blocks: pass `blocks=[]` for a request that is not new. The step adds no blocks, because the tracker has them all.
     """

@@ -4,15 +4,15 @@ Symptom: A router sends a decode request again with the same transfer_id, or a c
 The second request takes eight minutes, or stays in WAITING_FOR_REMOTE_KVS. Prefill logs `Request ... expired before
 sending on P side`, or nothing.
 
-Cause: Prefill frees the blocks when one request has read them (mooncake_connector.py 0.32.0:1688), even during a write
-to a second request. This write then reads KV of other requests. A request that is aborted before it is scheduled also
-counts as a reader. If the second request comes after the blocks are free, prefill waits 480 s for another prefill with
-this transfer_id (:1567). If prefill frees the blocks while the second request waits, prefill's answer does not name
-this request (:1628). Decode then waits for ever.
+Cause: Prefill frees the blocks when it has sent them to one request (mooncake_connector.py 0.32.0:1688), even while it
+sends them to a second request. The second request then gets KV of other requests. A request that is aborted before it
+is scheduled also counts as a reader. If the second request comes after the blocks are free, prefill waits 480 s for a
+new prefill request with this transfer_id (:1567). If prefill frees the blocks while the second request waits, prefill's
+answer does not name this request (:1628). Decode then waits for ever.
 
-Fix: Only one request of an engine reads the blocks of a prefill. A later request with the same remote_engine_id and
-transfer_id computes its prompt itself. The later request sends prefill no notice, even when it is aborted. The fix does
-not know what another decode engine has read. So a router that retries a request must send it to prefill again.
+Fix: In each decode engine, only the first request with a transfer_id reads blocks. A later request with the same
+remote_engine_id and transfer_id computes its prompt itself, and sends prefill no notice, even when it is aborted. The
+fix does not know what other engines have read. So a router that retries a request must send it to prefill again.
 - Releases: vLLM 0.32.0. Earlier releases were not tested. In 0.33.0 (source read only), the second request times out.
 - Remove when: Prefill refuses the second read.
 """

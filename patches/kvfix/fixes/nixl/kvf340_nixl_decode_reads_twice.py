@@ -10,7 +10,7 @@ Cause: get_num_new_matched_tokens promises the prompt to every request that name
 0.32.0:60). Prefill frees the blocks when the first read is reported (pull_worker.py 0.32.0:688). Other requests then
 use the blocks, and the second decode request reads the KV of these requests.
 
-Fix: In each decode engine, only the first request for a prefill reads the blocks of this prefill. A later request with
+Fix: In each decode engine, only the first decode request for a prefill request reads the blocks. A later request with
 the same remote_engine_id and remote_request_id computes its prompt itself, and sends no notice to prefill. The fix does
 not know what other decode engines have read. So a router that retries a request must send it to prefill first.
 - Remove when: Prefill refuses the second read.

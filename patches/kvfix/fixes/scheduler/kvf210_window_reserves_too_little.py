@@ -72,7 +72,7 @@ def _place(function: Callable[..., Any]) -> int:
 
 
 def _in_use(manager: Any, request: str, hit: Any, computed: int) -> int:
-    """Count the blocks in use: the request's blocks after its last null block, and the blocks of its hit."""
+    """Count the request's blocks after its last null block. Without a null block, add the hit's used window blocks."""
     held, skipped = 0, manager.get_num_skipped_tokens(computed) // manager.block_size
     for block in reversed(manager.req_to_blocks.get(request, ())):
         if block.is_null:

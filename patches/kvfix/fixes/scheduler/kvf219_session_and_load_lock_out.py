@@ -12,7 +12,7 @@ newest loaded request that is no session, so that another request can run. vLLM 
 fix acts only if LMCacheMPConnector is the only connector, without MultiConnector. Only this connector accepts a request
 that restarts with zero computed tokens.
 
-Mixed roll-out: Engines with and without the fix work together. The fix is opt-in because vLLM drops a loaded prompt.
+Mixed roll-out: Engines with and without the fix work together. The fix is opt-in because it drops a loaded prompt.
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases have other queues, and the bug KVF903.
 - Upstream: https://github.com/vllm-project/vllm/issues/45388, https://github.com/vllm-project/vllm/pull/57104
 - Remove when: vLLM counts a session's blocks as reserved, or a loaded request can return its blocks.
@@ -61,7 +61,7 @@ def _to_give_back(scheduler: Any) -> Any:
 
 
 def _give_back(scheduler: Any, request: Any) -> None:
-    """Free all blocks of the request, as `_update_waiting_for_remote_kv` does after a failed load (:3123)."""
+    """Free all blocks of the request, as `_update_waiting_for_remote_kv` does if a load got no token (:3151)."""
     name = request.request_id
     scheduler.kv_holding_waiting.remove_requests([request])
     scheduler.finished_recving_kv_req_ids.discard(name)

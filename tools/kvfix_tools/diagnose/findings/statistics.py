@@ -1,4 +1,4 @@
-"""Find engines without progress, low external hit rates and slow transfers in vLLM's statistics."""
+"""Find engines without progress, without external hits or with slow transfers in vLLM's statistics."""
 
 import re
 from functools import partial

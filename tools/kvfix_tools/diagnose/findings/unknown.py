@@ -61,7 +61,7 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
 
 
 def _of_error(log: Diagnosis, first: LogLine) -> tuple[Problem | None, Answer]:
-    """Return (problem, answer) for the first error. problem: the `general` known problem that fits, or None."""
+    """Return (problem, answer) for the first error. problem: a known problem with `general = true`, or None."""
     heading = log.failures.heading if not first.fields.get("frames") else None
     general = problems.general(first) or (problems.general(heading) if heading is not None else None)
     return general, Answer(
@@ -125,7 +125,7 @@ def _of_the_end(log: Diagnosis) -> tuple[Problem | None, Answer | None]:
 
 
 def _sentence(log: Diagnosis, line: LogLine) -> str:
-    """Return a sentence with the error, the package that raised the error, and the releases that have this code."""
+    """Return a sentence with the error, its package, the failed check, and the releases with this check."""
     return _what(log, line) + statements.said_of(line, log.releases.one)
 
 

@@ -20,7 +20,7 @@ from kvfix_tools.lab.engine.workers import Worker
 from kvfix_tools.lab.options import Options
 from kvfix_tools.roundtrip.backends.vllm_offload import offload
 
-#: The request id of another client. `evict` reserves chunks for this client, which evicts the oldest chunks.
+#: The request id of another client. The manager evicts its oldest chunks when `evict` reserves chunks for this client.
 _OTHERS = "others"
 
 
@@ -40,7 +40,7 @@ class BothRoles:
         self._groups = kv_groups(options)
 
     def has_loaded(self, rank: int, name: str, span: tuple[int, int], several_groups: bool, fails: bool) -> None:
-        """Count a load (`loads_offloaded`: only of rank 0). Record the load if this is the only connector."""
+        """Count a load, in `loads_offloaded` only on rank 0. Record the load if this is the only connector."""
         self.events.counts["loads_offloaded"] += not rank
         self.events.counts["loads_of_groups"] += several_groups
         if self.alone:
