@@ -200,7 +200,7 @@ STUCK = State(
 def test_the_message_names_the_first_request_and_counts() -> None:
     assert can_move(STUCK) == (
         "violated",
-        "2 requests are loaded and wait, with 2 more, behind r19, which needs 7 blocks; 3 are free, waiting "
+        "2 loaded and 2 other requests wait behind r19, which needs 7 blocks; 3 are free, waiting "
         "requests hold 20: no request can move",
         "r19",
     )

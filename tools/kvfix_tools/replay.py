@@ -155,7 +155,7 @@ def _summary(engine: Engine, findings: list[Judged], peers: Peers) -> list[str]:
     lines = [f"engine {engine.name}, {engine.connector}:"]
     lines += [f"  {part.label}: {len(part.entries)} events" for part in engine.parts]
     if engine.scheduler is None:
-        lines.append("  scheduler: no recording was given, so its orders cannot be compared with the ranks' loads")
+        lines.append("  scheduler: no recording was given, so kvfix cannot compare its loads with the ranks' loads")
     lines += [f"  rank {rank}: no recording was given, so its loads are unknown" for rank in engine.missing]
     if not engine.ranks:
         lines.append("  the number of ranks is not on record")

@@ -165,7 +165,7 @@ def exceptions(dist: str, mode: str) -> dict[str, str]:
 def show(result: dict[str, Any]) -> None:
     head = f"{result['dist']} {result['release']}, {result['mode']}: {result['passed']} passed"
     print(f"{head}, {len(result['red'])} failed with kvfix only, {result['seconds']} s")
-    for kind in ("meant", "not meant", "no longer fails"):
+    for kind in ("expected failure", "new failure", "no longer fails"):
         for name, why in result[kind].items():
             print(f"  {kind}: {name}{f': {why}' if why else ''}")
     if result["not run"]:
@@ -188,9 +188,9 @@ def main(
             print(f"{each.dist} {each.release}, {acts} ...", file=sys.stderr)
             result = compare(each, acts)
             meant, red = exceptions(each.dist, acts), {name: name.partition("[")[0] for name in result["red"]}
-            result["meant"] = {name: meant[test] for name, test in red.items() if test in meant}
-            result["not meant"] = {name: "" for name, test in red.items() if test not in meant}
+            result["expected failure"] = {name: meant[test] for name, test in red.items() if test in meant}
+            result["new failure"] = {name: "" for name, test in red.items() if test not in meant}
             result["no longer fails"] = {name: why for name, why in meant.items() if name not in red.values()}
             results.append(result)
             show(result)
-    return int(any(result["not meant"] or result["no longer fails"] or result["not run"] for result in results))
+    return int(any(result["new failure"] or result["no longer fails"] or result["not run"] for result in results))

@@ -83,8 +83,8 @@ def can_move(state: State) -> Answer:
     others = len(behind) - loaded
     waits = _count(others, "waits", "wait")
     if loaded:
-        more = f", with {others} more," if others else ""
-        waits = f"{_count(loaded, 'is loaded and waits', 'are loaded and wait')}{more}"
+        both = f"{loaded} loaded and {others} other requests wait"
+        waits = both if others else _count(loaded, "is loaded and waits", "are loaded and wait")
     head = f"{waits} behind {first.name}, which needs" if behind else f"{first.name} needs"
     held = sum(each.holds for each in waiting)
     holding = f", waiting requests hold {held}" if held else ""

@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     add("--backend", nargs="+", metavar="NAME", help=backend)
     for name, values in AXES.items():
         free = name in ("tokens", "block", "chunk", "heads")
-        skip = "let the load leave out this many first tokens (part: half a block + 1; chunk: 1 chunk + half a block)"
+        skip = "first tokens that the load leaves out (part: half a block + 1; chunk: 1 chunk + half a block)"
         shown = f"{skip if name == 'skip' else 'test only these values'}; default: {', '.join(values)}"
         add(f"--{name}", nargs="+", metavar="VALUE", choices=None if free else values, help=shown)
     add("--layers", type=int, default=3, help="set the layers of the KV cache (default: 3)")

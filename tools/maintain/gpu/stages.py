@@ -120,7 +120,7 @@ def main(arguments: list[str], stages: tuple[Stage, ...] = STAGES) -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--resume", action="store_true", help="run only the stages that have no result in OUT")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: try the scripts without a GPU")
-    parser.add_argument("--slower", type=int, default=1, metavar="N", help="N times the limits: on a busy machine")
+    parser.add_argument("--slower", type=int, default=1, metavar="N", help="multiply the time limits by N")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / "results.json"

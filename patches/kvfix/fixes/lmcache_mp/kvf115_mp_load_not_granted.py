@@ -32,7 +32,7 @@ def fix(connector: Any, request: Any, blocks: Any, num_external_tokens: int) -> 
     tracker, size = connector.request_trackers[request.request_id], _mp.block_size(connector)
     in_vllm, found = _mp.hits(connector, tracker)
     _mp.set_tokens(tracker, "num_vllm_hit", max(in_vllm, found), size)
-    note(__name__, f"request {request.request_id}: vLLM granted no token of its hit, so no load starts")
+    note(__name__, f"request {request.request_id}: vLLM takes no token of LMCache's hit, so no load starts")
     try:
         return (yield)
     finally:

@@ -52,5 +52,5 @@ FIX = Fix(
     SIMPLE_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", fix=get_num_new_matched_tokens),
     effect="wrong output",
     scenarios=("simple-offload-window-not-loaded",),
-    no_patch={"vllm": "vLLM must decide: a hit needs the extra tokens too, or a block not loaded is not cached"},
+    no_patch={"vllm": "vLLM must decide if a hit needs the extra tokens, or if vLLM caches loaded blocks only"},
 )

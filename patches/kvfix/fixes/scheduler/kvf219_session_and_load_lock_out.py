@@ -82,6 +82,6 @@ FIX = Fix(
     evidence={"KVD202": ""},
     # In runs of the test lab, the fix may act although another request would soon return its blocks.
     changes_healthy=("mp",),
-    no_patch={"vllm": "which request frees its blocks is a policy: https://github.com/vllm-project/vllm/pull/57104"},
+    no_patch={"vllm": "vLLM must decide which request frees blocks: https://github.com/vllm-project/vllm/pull/57104"},
     opt_in=True,
 )

@@ -114,7 +114,7 @@ def every_group_taken_for_drafts(log: Diagnosis, line: LogLine) -> Answer | None
     groups = [int(number) for number in re.findall(r"\d{1,6}", line.fields["groups"])]
     if len(groups) < 2 or groups != list(range(len(groups))) or log.releases.within("vllm", ">=0.32"):
         return None
-    return Answer(f"vLLM takes all {len(groups)} groups for groups of the draft model", sure=False)
+    return Answer(f"vLLM treats all {len(groups)} KV groups as groups of the draft model", sure=False)
 
 
 #: kvfix judges only the rate of transfers of at least LARGE MB. RDMA and NVLink are far faster than SLOW MB/s.
