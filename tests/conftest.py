@@ -149,7 +149,7 @@ def fork_server() -> Iterator[ForkServer]:
 
 
 def call(function: Callable[..., Any], *arguments: Any, fixes: Fixes = False) -> str:
-    """Return code that prepares the lab and calls this function. A fork has only one thread, so torch uses one too."""
+    """Return code that prepares the lab and calls this function. A fork has only one thread, so torch must use one."""
     return f"""
 import torch
 torch.set_num_threads(1)
@@ -220,7 +220,7 @@ def answers(*expected: Any, also: str = "", **fixed: Any) -> Callable[[Callable[
 
     - expected: one result, or two results (without and with fixes). If none, parameter `answer` is the expected result
     - also: names of more parameters of the test, separated by spaces: `fixes`, `release`, `answer`
-    - fixed: values of `fixes` and `release`. Default: release 0.5.6; no fixes, or the default fixes for a second result
+    - fixed: values of `fixes` and `release`. Defaults: 0.5.6; no fixes for a first result, default fixes for a second
     """
 
     def make(case: Callable[..., Any]) -> Any:

@@ -128,7 +128,7 @@ def _set(name: str, value: str) -> None:
 
 
 def _with(listed: str, item: str) -> str:
-    """Return the comma-separated list with `item` in it exactly once."""
+    """Return the comma-separated list. Append `item` if the list lacks it."""
     items = [part for part in (part.strip() for part in listed.split(",")) if part]
     return ",".join(items if item in items else [*items, item])
 

@@ -85,7 +85,7 @@ with runner.quiet():
     assert not dumps, dumps
 """
 
-#: This code measures a layer hook. The connector's adapter does nothing. CASE does not set `layers` of kvfix.apply().
+#: Code that measures a layer hook, because CASE does not wrap layer hooks. The connector's adapter does nothing.
 LAYER = """
 import timeit
 from types import SimpleNamespace
@@ -127,7 +127,7 @@ STEPS = {
     "offloading": ("steps with OffloadingConnector's jobs", BUDGET),
     "nixl-pull": ("steps with NixlConnector's leases", {**BUDGET, "observe": 3}),
 }
-#: Maximum number of calls through kvfix in a step. A call takes at least 0.1 us, so no fix may wrap per-request code.
+#: Maximum calls of kvfix's wrappers in a step. A wrapper called for each of the 256 requests exceeds this maximum.
 CALLS = 24
 
 

@@ -46,7 +46,7 @@ def play_all(release: str) -> list[dict[str, Any]]:
 
 
 def acted(scenario: Scenario, code: str) -> int:
-    """Return how often the fix acted. If the fix did not act together with other fixes, play with this fix only."""
+    """Return how often the fix acted. If the fix did not act in the run with all fixes, play with this fix only."""
     if not metrics.of(code).acted:
         runner.play(scenario, fixes=True, only=[code])
     return metrics.of(code).acted
@@ -66,7 +66,7 @@ def test_as_released(slug: str, release: str, once: Once) -> None:
 def test_with_fixes(slug: str, release: str, once: Once) -> None:
     each = played(once, release)[slug, True]
     if not find(slug).fixes:
-        # The bug has no fix. So fixes change the outcome only if the schedule without fixes also shows another bug.
+        # No fix exists, so the outcome stays the same. It may change only if the run without fixes shows another bug.
         assert each["outcome"] == each["expected"] or played(once, release)[slug, False]["also"], each
         return
     assert each["outcome"] in ("clean", "not-applicable"), each

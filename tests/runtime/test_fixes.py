@@ -123,7 +123,7 @@ def test_the_probe_on_the_installed_vllm(fork_server: ForkServer) -> None:
     assert fork_server(probed, release("0.4.6"), "vllm", version) == wrong("vllm", version)
 
 
-class Future:  # like LMCache's, with one more method, as a later release may have
+class Future:  # LMCache's future, plus a method `cancel` that a later release may add
     def __init__(self, answer: Any) -> None:
         self.answer = answer
 

@@ -143,7 +143,7 @@ class Options:
     neighbours: bool = False
     #: Blocks of the decode engine (pair.py). 0: as many as the prefill engine has.
     decode_blocks: int = 0
-    #: peer_ranks: ranks of the pair's other engine; 0: `ranks`. kv_heads: the model's KV heads. Ranks may share a head.
+    #: peer_ranks: ranks of the other engine of a pair; 0: equal to `ranks`. kv_heads: KV heads. Ranks may share a head.
     peer_ranks: int = 0
     kv_heads: int = 1
     #: multi: engines of a pair that have LMCache's in-process connector too. lmcache_first: vLLM asks LMCache first.

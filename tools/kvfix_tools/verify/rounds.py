@@ -31,8 +31,8 @@ class Inconclusive(Exception):
 
 @dataclass
 class Rounds:
-    subject: Server
-    reference: Server
+    subject: Server  # the tested URL: its answers use KV from the connector
+    reference: Server  # `--decode`, which computes KV and has the metrics. Without `--decode`: `subject` itself
     maker: Maker
     sizes: Sizes  # if `chunk` is 0, `_survey` finds the chunk size
     capacity: int  # number of tokens whose KV fits on the GPU; 0 if unknown

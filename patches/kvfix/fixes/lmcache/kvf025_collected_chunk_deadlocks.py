@@ -4,10 +4,10 @@ Symptom: The hang can begin at any time. In `py-spy dump`, `__del__ (lmcache/v1/
 or `wrapper (lmcache/utils.py)`, which waits for a lock. An outer function in the same stack holds this lock.
 
 Cause: `TensorMemoryObj.__del__` frees a chunk that was never released. `__del__` takes two non-reentrant locks: the
-lock of `AddressManager`, and the lock of all statistics (0.5.6 utils.py:714-731). If an exception leaves a chunk in a
+lock of `AddressManager`, and `_shared_observability_lock` (0.5.6 utils.py:714-731). If an exception leaves a chunk in a
 reference cycle, the collector may call `__del__` while `allocate` or `PrometheusLogger.GetOrCreate` holds either lock.
 
-Fix: With the fix, `__del__` only lists the chunk. The next `ref_count_down` of any chunk frees the listed chunks.
+Fix: With the fix, `__del__` only puts the chunk into a list. The next `ref_count_down` of any chunk frees this list.
 - Upstream: https://github.com/LMCache/LMCache/pull/4675 is open, for the lock of the statistics;
   https://github.com/LMCache/LMCache/issues/3533, about the lock of the allocator, was closed as stale.
 - Remove when: `__del__` takes no lock, or the locks are reentrant.
@@ -45,7 +45,7 @@ fix_release = fix_before(when=lambda *_: COLLECTED)(free_collected)
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Let the collector find a chunk. With the bug, `__del__` frees the chunk at once."""
+    """Call `__del__` of a chunk without references. With the bug, `__del__` frees the chunk at once."""
     freed: list[Any] = []
     allocator, meta = stubs.Stub(free=freed.append), stubs.Stub(ref_count=0, pin_count=0, address=0)
     hook(stubs.Stub(parent_allocator=allocator, is_valid=lambda: True, meta=meta))

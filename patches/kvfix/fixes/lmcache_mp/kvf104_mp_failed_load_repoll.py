@@ -5,8 +5,8 @@ Then the request stays in WAITING_FOR_REMOTE_KVS and keeps its blocks. vLLM logs
 throughput and no error. LMCache 0.5.6 logs `<resume-load> req=...` for the request in every other step.
 
 Cause: vLLM resets the request to zero computed tokens and calls `get_num_new_matched_tokens` again. The function looks
-up the prompt again and promises the hit again (lmcache_mp_connector.py 0.5.4:809). But `update_state_after_alloc`
-starts a load only if the tracker is PREFETCHING (0.5.4:869), and the tracker is READY.
+up the prompt again and promises the hit again (lmcache_mp_connector.py 0.5.4:809). But the tracker is READY, and
+`update_state_after_alloc` starts a load only if the tracker is PREFETCHING (0.5.4:869).
 
 LMCache 0.5.5 recognizes a request whose load has failed, and promises 0 tokens. LMCache 0.5.6 gives a preempted
 request a new tracker (0.5.6:1833). The new tracker records no failed load, so LMCache repeats lookup and load for ever.

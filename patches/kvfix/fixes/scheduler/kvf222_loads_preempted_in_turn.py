@@ -13,8 +13,8 @@ may need one more block. If none is free, vLLM preempts the request while the la
 With a connector that must send the KV to decode (`requires_kv_delivery`), vLLM drops the token that this step generates
 (:836). So the request loads again, into the blocks that it freed. Then vLLM preempts another loaded request.
 
-An engine that is also a consumer (role kv_both) does not preempt a request with a step in flight
-(`defer_block_free`). With speculative decoding, a load leaves blocks free (`_spec_decode_step_blocks`).
+The bug does not affect role kv_both, because vLLM then preempts no request with a step in flight (`defer_block_free`).
+With speculative decoding there is no bug, because a load leaves blocks free (`_spec_decode_step_blocks`).
 
 Fix: In an engine with the bug, a load leaves one block free in each KV group if there are other requests. One of the
 requests gets this block for its first token.

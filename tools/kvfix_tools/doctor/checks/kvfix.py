@@ -59,7 +59,7 @@ def _is_off(setup: Setup) -> bool:
 
 
 def _has_bug(target: Target, setup: Setup) -> bool:
-    """Return True if kvfix knows that the installed function has the bug, even in a package of another Python."""
+    """Return True if kvfix knows that the installed function has the bug. The package may belong to another Python."""
     package = setup.packages.get(target.dist)
     file = package.file(target.module) if package else None
     known = applicability.fingerprints()[target.dist]["functions"].get(target.name, {})

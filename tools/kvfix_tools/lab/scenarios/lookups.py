@@ -51,7 +51,7 @@ SCENARIOS = {
         needs={"lmcache": ">=0.3.11"},  # in 0.3.10 the engine dies when the request resumes
     ),
     "async-given-up-of-one-rank": scenario(
-        # The client counts the second rank's answer to lookup 2 and the first rank's answer to lookup 3 as one lookup.
+        # The client counts answers per request id. The late answer of the second rank to lookup 2 completes lookup 3.
         [do.stored_elsewhere(prompt(256)), do.lookups_fail(1), do.admit("r", prompt(300), max_tokens=5)],
         [TIMED_OUT, do.preempt("r"), do.reset_prefix_cache()],
         do.step(),  # match(0): the lookup is sent, and answered by both ranks
@@ -66,7 +66,7 @@ SCENARIOS = {
         [do.stored_elsewhere(prompt(256)), do.slow_lookups(3), do.admit("r", prompt(300))],
         [TIMED_OUT, do.slow_lookups(0)],
         do.serve("next 1", prompt(300, seed=1)),  # the late answer arrives
-        do.admit("next 2", prompt(300, seed=2)),  # with KVF011, at the latest this lookup removes the late answer
+        do.admit("next 2", prompt(300, seed=2)),  # with KVF011, this lookup or an earlier one removes the late answer
         doc="A lookup times out and the request ends without it: LMCache keeps the late answer and the fetched chunks.",
         shows="KVR009 fetched chunks of the worker",
         not_in_hooks=WORKER,
@@ -128,9 +128,9 @@ SCENARIOS = {
         needs={"lmcache": ">=0.4.7"},
     ),
     "mismatch-in-tokens-to-load": only_0_3_10(
-        # Prompt of 10,009 tokens, block size 16, chunk size 256. One step computes 336 tokens, and LMCache stores one
-        # chunk. The next step computes one more token, so all 21 blocks of the 336 tokens are full and stay in the
-        # prefix cache when the request is preempted. While too few blocks are free, vLLM asks in every step. A lookup
+        # Prompt of 10,009 tokens, block size 16, chunk size 256. One step computes 336 tokens (21 full blocks), and
+        # LMCache stores one chunk. The next step computes one more token, in block 22. When the request is preempted,
+        # its 21 full blocks stay in the prefix cache. While too few blocks are free, vLLM asks in every step. A lookup
         # answers the first call with 0. The lookup cache answers the later calls.
         # "other" has 637 of the 659 usable blocks. The 637 blocks are full after the third of its six generated tokens.
         [do.admit("other", prompt(10190, seed=1), max_tokens=6), do.step()],

@@ -264,7 +264,7 @@ SCENARIOS: dict[str, Any] = {
             num_blocks=24, chunk_size=16, max_num_batched_tokens=16, states=True, separate_object_groups=True, delay=20
         ),
     ),
-    # Each step fills three blocks. Only the last has a state. The server stores all, as each object has attention KV.
+    # Each step fills three blocks; only the third has a state. The server stores all three: each has attention KV.
     "mp-state-kept-null": _null_state(40, {"chunk_size": 16}),
     # A chunk has two blocks. vLLM keeps a state at the end of each step, here after 48 and 96 tokens, in the third and
     # the sixth block. The second chunk has the third block and the fourth block. The fourth block is null.
@@ -277,8 +277,8 @@ SCENARIOS: dict[str, Any] = {
     ),
     "mp-window-loaded-short": windows(
         # With three MTP modules, vLLM keeps the window of 32 tokens and two tokens before the window. LMCache loads the
-        # last two blocks of the hit of "r". vLLM also caches the block of the two tokens (80 to 96), which LMCache does
-        # not load. "other", without a hit in LMCache, hits 112 tokens in vLLM and reads from token 81 on.
+        # last two blocks of the hit of "r". The two tokens are in the block before (tokens 80 to 96). vLLM caches this
+        # block, but LMCache does not load it. "other" hits 112 tokens, only in vLLM, and reads from token 81.
         [do.stored_elsewhere(prompt(128)), do.serve("r", prompt(160), max_tokens=2), do.lookups_fail(1)],
         do.admit("other", prompt(128) + prompt(40, seed=1), max_tokens=2),
         shows="LAB001 in KV group 1",
