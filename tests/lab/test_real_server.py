@@ -39,7 +39,7 @@ def play_all() -> dict[str, Any]:
 
 
 def _played_twice() -> list[list[int]]:
-    """Play eight seeds twice. Return both numbers of steps of each seed with equal ITS_OWN counts and no eviction."""
+    """Play eight seeds twice. For each seed with equal ITS_OWN counts and no eviction, return both numbers of steps."""
     run = late.Run("mp", True, real_server=True)
     twice = [[run.play(range(seed, seed + 1), inf) for _ in range(2)] for seed in SEEDS[:8]]
     own = [[[each.counts[name] for name in ITS_OWN] for each in both] for both in twice]
@@ -48,7 +48,7 @@ def _played_twice() -> list[list[int]]:
 
 
 def _slow(fixes: str) -> list[str]:
-    """Pause the server before a load and a store, and continue the server later. Return the violated rules."""
+    """Begin a load and a store, then pause the server for some steps. Return the violated rules."""
     sizes = {"chunk_size": SERVER_CHUNK, "num_blocks": 28, "max_num_batched_tokens": 1024}
     with runner.applied(fixes == "fixed"):
         engine = late.LabEngine(Options(connector="mp", real_server=True, delay=5, **sizes))

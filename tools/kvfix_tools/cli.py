@@ -169,7 +169,7 @@ def look(
 ) -> None:
     """Show why a running engine makes no progress, and what to do. The engine may run without kvfix.
 
-    Exit 0: no problem. 1: a problem; with --core, a thread was in a hook. 77: not readable; with --core, no PyStack.
+    Exit 0: no problem. 1: a problem. 77: not readable. With --core, 1: a thread was in a hook. 77: PyStack is missing.
     """
     from kvfix_tools.look import command
 

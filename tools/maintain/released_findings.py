@@ -36,7 +36,7 @@ class Row:
     """Findings of one rule with the same fixes. seed: lowest seed that shows the fixes. message: one finding."""
 
     rule: str
-    fixes: list[str]  # the findings appear if one of these is missing. Empty if several fixes each prevent the findings
+    fixes: list[str]  # each fix without which the findings appear. []: several fixes each prevent the findings
     findings: int
     seed: int
     message: str
@@ -88,7 +88,7 @@ def look(connector: str, steps: int) -> Found:
 
 
 def without_each(drawn: Schedule) -> dict[str, list[tuple[str, str]]]:
-    """Return {fix: [(rule, signature) of each finding of these steps with all fixes except this fix]}."""
+    """For each fix, play these steps with all other fixes. Return {fix: [(rule, signature) of each finding]}."""
     from kvfix_tools.lab.fuzz.fuzz import play, signature
 
     mine = [fix for fix in catalogue.fixes() if fix.fixable and fix.code in runner.played()]

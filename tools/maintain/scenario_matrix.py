@@ -3,7 +3,7 @@
     make matrix                                  only new or changed pairs
     python -m maintain scenario_matrix --again   all pairs
 
-Each core plays another vLLM release. `requirements/matrix` makes the environments .cache/vllm/<release>. In
+Each CPU core runs one vLLM release at a time. `requirements/matrix` makes the environments .cache/vllm/<release>. In
 docs/matrix.json, a row of `outcomes` names all LMCache releases with the row's outcome. `code` is a digest of the code
 of the fixes and the lab.
 """

@@ -1,7 +1,7 @@
 """The `on_fault` functions that fixes share. kvfix calls a fix's `on_fault` if the fix's own code raises.
 
-Each function avoids wrong KV: it promises 0 tokens, stores nothing, or reports a load as failed. This module does not
-use code of the fixes, because that code has just raised.
+The functions avoid wrong KV. For example, a function promises 0 tokens, or reports a load as failed. This module does
+not use code of the fixes, because that code has just raised.
 """
 
 import time

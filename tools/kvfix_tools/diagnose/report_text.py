@@ -88,7 +88,7 @@ def _short(text: str) -> str:
 
 
 def print_all(log: Diagnosis, findings: list[LogFinding], console: Console, everything: bool) -> None:
-    """Print at most SHOWN causes in full, each with its consequences. Print one line for each other rule."""
+    """Print up to SHOWN findings in full, each with the rules that follow from it, and one line for each other rule."""
     kinds = [[found] for found in findings] if everything else by_kind(findings)
     full = [kind for kind in kinds if everything or not (kind[0].follows or kind[0].is_note)]
     shown = full if everything else full[:SHOWN]
@@ -176,7 +176,7 @@ def nothing_found(log: Diagnosis) -> str:
 
 
 def not_recognised(log: Diagnosis) -> str:
-    """Return a sentence about an input in which kvfix recognised no line."""
+    """Return what the input is: a recording, a log without requests and failures, or a text without known lines."""
     if log.recording:
         return f"{log.recording} has a recording of kvfix. Run: kvfix replay {log.recording}"
     if log.is_own:

@@ -38,8 +38,8 @@ class Scenario:
     """A schedule, and the rule that it must violate. The lab adds the steps `run` and `expect_all_ended` at the end.
 
     - shows: the code of the expected finding, and after a space a part of the finding's message
-    - needs: {distribution: PEP 440 specifiers} of the releases that can play the schedule; {}: all that the lab plays
-    - wrong: {distribution: PEP 440 specifiers} of the releases with the bug; {}: all that can play the schedule. On a
+    - needs: {distribution: PEP 440 specifiers} of the releases that can play the schedule; {}: all supported releases
+    - wrong: {distribution: PEP 440 specifiers} of the releases with the bug; {}: the releases of `needs`. On a
       release without the bug, the schedule must have no finding.
     - not_in_hooks: why kvfix does not report the bug in a real engine, where it sees only hooks; "": kvfix reports it.
       Default: "" if `rule` is a rule of the ledger, and a reason if `rule` is a rule of the lab.
@@ -56,7 +56,7 @@ class Scenario:
     hooks_rule: str = ""
     hooks_releases: tuple[str, ...] = ()
     name: str = ""  # the key of the scenario in SCENARIOS
-    #: One sentence about what the schedule shows. If the fix has no other scenario, "" stands for the fix's title.
+    #: One sentence about what the schedule shows. "": the title of the fix, which then has no other scenario.
     doc: str = ""
 
     def __post_init__(self) -> None:

@@ -80,7 +80,7 @@ def _store_nothing_of_failed(impl: Any, *_: Any, **__: Any) -> None:
 fix_worker = fix_before(when=_some_failed, on_fault=_saves_end)(_store_nothing_of_failed)
 
 
-# vLLM also asks for the failed blocks of a step that computes and saves nothing. So `Failed` counts this step too.
+# vLLM also asks for failed blocks in a step without computation, so `Failed` counts this step too.
 @fix_after(
     when=lambda impl, blocks, *_, **__: blocks or getattr(impl, "_kvfix_failed", None),
     on_fault=_closed.set_to("_kvfix_failed", None),

@@ -60,7 +60,7 @@ class MPWorker(Worker):
         super().__init__(rank, slots, called, in_worker, in_worker.worker_adapter, server.failing[rank])
         self._server = server
         self._register(options)
-        #: True if the worker reports failed loads by request, as vLLM needs for several groups. Some releases cannot.
+        #: True if the worker reports failed loads by request (`get_transfer_results`), as several KV groups need.
         self.by_request = options.several_groups and hasattr(in_worker, "get_transfer_results")
 
     def _register(self, options: Options) -> None:
@@ -163,12 +163,12 @@ class MP(Connector):
         self.server.unanswered = how_many
 
     def server_stops(self) -> None:
-        """Stop the server. Until `server_goes_on`, the server answers no heartbeat, and requests wait."""
+        """Stop the server. Until `server_goes_on`, heartbeats get no answer, and lookups, loads and stores wait."""
         self.server.events.counts["server_stops"] += not self.server.down
         self.server.down = True
 
     def server_goes_on(self) -> None:
-        """Start the server again. The server then continues with the requests that have waited."""
+        """Start the server again. The server then runs the lookups, loads and stores that have waited."""
         self.server.down = False
 
     def hour_of_silence(self) -> None:
