@@ -55,7 +55,6 @@ def skip_if_wanted() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Iterator[None]:
-    """Skip a test that failed because one of its own programs ended at the import of torch."""
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Find imports and calls that the other package does not support. planted.toml tests real pairs of releases."""
+"""Test which imports and calls doctor reports between two small packages. planted.toml tests real pairs of releases."""
 
 from pathlib import Path
 

@@ -167,7 +167,7 @@ class Peers:
 
 
 def _with_readers(engine: Engine, kept: str, readers: Sequence[Reader]) -> Iterator[ev.Event]:
-    """Yield a kept request's events, then its readers'. The lease ends before the reads unless a release is missing."""
+    """Yield a kept request's events, its lease's end and the reads. If a release is missing, yield the end last."""
     ended, expired = _end(engine.history(kept))
     events = [entry.event for entry in _of_scheduler(engine, kept)]
     leased = any(isinstance(event, ev.Leased) for event in events)

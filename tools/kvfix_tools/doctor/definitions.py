@@ -21,7 +21,7 @@ KINDS = {
     "list[str]": "a list of text",
     "dict": "a mapping",
 }
-#: Modules that read `lmcache.*` keys: {True for LMCacheConnectorV1, else False: (LMCache's modules, vLLM's module)}
+#: {True for LMCacheConnectorV1, False for the MP connector: (LMCache's, vLLM's modules that read `lmcache.*` keys)}
 READERS = {
     True: (("vllm_v1_adapter", "lmcache_connector_v1"), "lmcache_connector"),
     False: (

@@ -5,7 +5,7 @@ pin timeout, the cache cannot evict chunks that are no longer needed.
 
 Cause: On a consumer, which saves nothing, `wait_for_save` returns before it unpins the requests of the step.
 
-Fix: On a consumer, the fix unpins the requests of the step after `wait_for_save`.
+Fix: After `wait_for_save` on a consumer, the fix unpins the requests of the step.
 - Upstream: https://github.com/LMCache/LMCache/pull/2786; fixed in 0.4.3.
 """
 

@@ -45,7 +45,7 @@ class Unsaved:
         self.saves: dict[str, tuple[int, Any]] = {}
 
     def take(self, scheduler_output: Any) -> dict[str, Any]:
-        """Remove and return due saves. Drop saves of ended or resumed requests or reused ids: their blocks are gone."""
+        """Remove and return due saves. Drop saves without blocks: the request ended or resumed, or its id is new."""
         again = {new.req_id for new in scheduler_output.scheduled_new_reqs}
         resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
         for name in again.union(resumed, scheduler_output.finished_req_ids):
@@ -57,7 +57,7 @@ class Unsaved:
     def put_off(self, meta: Any) -> None:
         """Delay this save to a later step."""
         setattr(meta, _STORE_NOTHING, True)
-        if not meta.save_spec.can_save:  # only a kv_producer stores now. The request's next save has these tokens
+        if not meta.save_spec.can_save:  # only a kv_producer would store these tokens; the next save has them
             return
         later = copy.copy(meta)
         delattr(later, _STORE_NOTHING)

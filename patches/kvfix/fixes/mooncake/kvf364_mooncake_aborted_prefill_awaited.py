@@ -6,7 +6,7 @@ then log `Timeout waiting for P side ready`. The prefill engine may keep transfe
 Cause: When a prefill is aborted, its worker drops the transfer, and does not tell the decode engine that waits for the
 transfer (mooncake_connector.py 0.32.0:2584). If the prefill was aborted before it was scheduled, the worker has no
 transfer. Its `pop` then raises KeyError in a coroutine that no code awaits. The worker then fails to drop the remaining
-transfers of this step. vLLM does not tell the worker about a prefill that a preemption left without blocks (:1160).
+transfers of this step. vLLM tells the worker nothing about a finished prefill whose blocks a preemption freed (:1160).
 
 Fix: If a decode request waits for the dropped transfer, or asks for it within the timeout, the prefill worker reports
 the transfer as failed. kv_load_failure_policy then decides.
@@ -46,7 +46,7 @@ def _drop(worker: Any, transfer: str) -> None:
         )
     elif dropped.ready.is_set():  # the transfer has blocks to send, or was dropped before
         return
-    dropped.p_req_id, dropped.local_block_ids, dropped.need_send = "", [], 1 << 30  # no transfer has so many receivers
+    dropped.p_req_id, dropped.local_block_ids, dropped.need_send = "", [], 1 << 30  # `sent` never reaches need_send
     dropped.ready.set()
     note(__name__, f"the transfer {transfer} is answered as failed")
     worker.sender_loop.call_later(module.envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT, _forget, worker, dropped)

@@ -9,7 +9,7 @@ push mode, start_load_kv only records the request as waiting (push_worker.py 0.3
 it. The worker of pull mode does not record the request (pull_worker.py 0.32.0:73).
 
 The worker also keeps a request if another connector of a MultiConnector, or vLLM's own prefix cache, has all its
-tokens. Then update_state_after_alloc skips the request (push_scheduler.py:160), so it seems unscheduled at its end.
+tokens. Because update_state_after_alloc skips this request (push_scheduler.py:160), request_finished adds it too.
 
 Fix: After start_load_kv, the fix removes a request without blocks from `_recving_metadata`. The prefill engine keeps
 the blocks of the request until their lease ends, as it does without the fix.

@@ -177,7 +177,7 @@ class AnyConnector(Connector):
         self.sending: set[str] = set()
         self._to_lose = False
         self._wrong: list[tuple[str, str]] = []
-        #: Number of consecutive steps that computed nothing.
+        #: Number of consecutive steps that computed nothing and reported no ended transfer.
         self._idle = 0
         self._contract = Contract(self)
         if options.beside:

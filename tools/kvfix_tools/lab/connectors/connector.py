@@ -35,7 +35,7 @@ class Connector:
     in_scheduler: Any
     #: The worker of each rank. With a MultiConnector, the lab runs only one rank.
     workers: "Sequence[Worker]"
-    #: Reads the connector's own state in the scheduler role (kvfix.connector_events.readers).
+    #: Reads the connector's own state in the scheduler role (a kvfix.engine_state.reader.Reader).
     reader: Any
     events: "RequestEvents"
     #: The lab's own child of a MultiConnector, or None. `offloading`: the offloading connector, alone or as a child.
