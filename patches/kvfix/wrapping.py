@@ -9,9 +9,9 @@ time, a wrapper may also have an attribute `only`: (instance) -> bool. If all `o
 call skips the wrappers that have an `only`. For one instance, `only` must always return the same answer.
 
 If the code of a wrapper raises, kvfix counts the error and logs it once. The engine continues with the answer that
-`on_fault` returns. A fix for a crash, leak or hang has no `on_fault`, and the caller gets the function's own answer. A
-fix for wrong KV has an `on_fault` that reports a failed load, skips a store or promises 0 tokens. An `on_fault` may
-instead make the call safe and return GO_ON. `kvfix.fixes._closed` has the `on_fault` functions that fixes share.
+`on_fault` returns. Without an `on_fault`, as in most fixes for a crash, leak or hang, the caller gets the function's
+own answer. A fix for wrong KV has an `on_fault` that reports a failed load, skips a store or promises 0 tokens. An
+`on_fault` may instead make the call safe and return GO_ON. Fixes share the `on_fault` functions in `fixes._closed`.
 """
 
 import functools
@@ -118,7 +118,7 @@ def around(steps: Function, when: Function | None = None, on_fault: Function | N
     runs before the function. The generator returns the right answer, or None to keep `answer`. `yield arguments` calls
     the function with `arguments` instead of the caller's arguments. A return before the `yield` skips the function. If
     the function raises, the caller gets the exception, and kvfix closes the generator (clean up in `finally`).
-    on_fault: called if the generator raises: (arguments of the caller) -> answer, or GO_ON.
+    on_fault: called if the generator, `steps` or `when` raises: (arguments of the caller) -> answer, or GO_ON.
     """
 
     def wrap(function: Function) -> Function:

@@ -22,7 +22,7 @@ def troubles(log: Diagnosis) -> set[str]:
 
 
 def test_the_end_of_a_log_and_its_decisive_line_do_not_contradict_the_whole() -> None:
-    """Each certain finding of the last 200 lines or decisive line is also in the whole log. Symptoms are left out."""
+    """The whole log has each certain finding of its last 200 lines and of its decisive line, except symptoms."""
     for log in known():
         whole = diagnosed(log)
         lines = log.splitlines(keepends=True)

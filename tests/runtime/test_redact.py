@@ -51,7 +51,7 @@ def corpus() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("words", "secret"), corpus())
 def test_no_part_of_a_secret_is_left(words: str, secret: str) -> None:
-    """The tools and the engine hide the whole secret, although the engine does not parse JSON."""
+    """`kvfix_tools.redact` and `kvfix.redact` hide the whole secret. Only `kvfix_tools.redact` parses JSON."""
     for hide in (redact.text, kvfix.redact.text):
         found = hide(words)
         assert [secret[at : at + 5] for at in range(len(secret) - 4) if secret[at : at + 5] in found] == []

@@ -81,7 +81,7 @@ def issue(log: Diagnosis, findings: list[LogFinding]) -> str:
 
 
 def _title(log: Diagnosis, found: LogFinding | None) -> str:
-    """Return a title that names the process and its failure."""
+    """Return a title. Only the title of a crash names the process and its failure."""
     if found is None or found.is_note:
         return "No failure was found in the log"
     first = log.failures.first

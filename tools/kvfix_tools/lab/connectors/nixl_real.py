@@ -2,7 +2,7 @@
 
 The lab decides in which step a transfer ends, so runs with NIXL and with the model have the same steps. In the step in
 which the model would end a transfer, the lab starts NIXL's transfer and waits for its end. A late start is the worst
-case, because the source may have changed by then. NIXL decides which calls fail, and handles ended peers.
+case, because the source may have changed by then. NIXL refuses wrong calls. The lab refuses calls to ended peers.
 """
 
 import os

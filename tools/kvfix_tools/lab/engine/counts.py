@@ -37,7 +37,7 @@ FEATURES: dict[str, Callable[[Options], Any]] = {
 #: The counters. Some need an explanation:
 #: - full_steps: steps without a free block. busy_steps: steps with a transfer or a lookup in flight
 #: - ranks_apart: transfers that only some ranks have reported. ranks_differ: lookups with different results in ranks
-#: - steps_ahead, steps_in_flight: steps scheduled while at least one, or at least two, earlier steps have no output
+#: - steps_ahead: steps scheduled while an earlier step has no output. steps_in_flight: while two such steps exist
 #: - null_objects_left_out: objects that the server did not store because all their blocks are null
 #: - last_blocks_dropped: hits of vLLM's prefix cache from which vLLM drops the last block because it uses EAGLE
 #: - not_to_store: requests that must not be stored

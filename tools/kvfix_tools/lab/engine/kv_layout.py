@@ -119,7 +119,7 @@ def kv_cache(options: Options, config: VllmConfig) -> specs.KVCacheConfig:
 
 
 def kv_caches(options: Options, memory: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return {layer: its view of this memory}. The first dimension of the memory is the block."""
+    """Return {first layer of each KV group: this memory}. The first dimension of the memory is the block."""
     return {LAYER.format(group.number): memory for group in kv_groups(options)}
 
 

@@ -174,7 +174,7 @@ class LabEngine:
         self._failed.popleft()
 
     def _check_liveness(self, forward: bool) -> None:
-        """Report LAB009 if no request can move. Blocks from `take_blocks` and steps without output are in flight."""
+        """Report LAB009 if no request can move. The blocks in `_held` and steps without output count as in flight."""
         paused = bool(getattr(self.scheduler, "pause_state", 0))  # vLLM 0.15 cannot pause
         idle = paused or not self.scheduler.has_unfinished_requests()
         if forward or idle or self.connector.busy():
@@ -187,7 +187,7 @@ class LabEngine:
         offloads = bool(self.options.offloading) or self.options.connector in OF_VLLM
         may_lock_out = answer.verdict == "violated" and offloads
         locking_out = self.liveness.session_with_blocks() if may_lock_out else ""
-        if locking_out:  # a known bug that KVF219 does not fix for offloading connectors: abort the session
+        if locking_out:  # end a deadlock of session and request, which KVF219 does not fix with offloading
             self.counts["locked_out_by_session"] += 1
             self.abort(locking_out)
         else:

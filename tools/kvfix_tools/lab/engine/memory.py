@@ -9,7 +9,7 @@ from typing import Any
 NOTHING = 0
 GARBAGE = -1
 VOCABULARY = 512
-#: The contents of a rank are the contents of the first rank XOR (rank << _MARK).
+#: A cache holds a rank's contents XOR (rank << _MARK). The slots of the rank hold contents without this mark.
 _MARK = 32
 
 
@@ -32,7 +32,7 @@ class Prefix:
         self.contents: list[int] = []
 
     def of(self, tokens: Sequence[int]) -> list[int]:
-        """Return the contents of `tokens`, and of tokens that followed in an earlier call. Do not change the result."""
+        """Return the contents of `tokens`, and of later tokens from earlier calls. Callers must not change the list."""
         known = len(self._tokens)
         if known < len(tokens):
             new = list(tokens[known:])

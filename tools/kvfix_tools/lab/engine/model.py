@@ -21,8 +21,8 @@ class Group:
     0.32.0:1284 for a new request, 1419-1428 for a running or resumed one; 0.11.2.post2:745 and 830-839). A single
     worker shares the list objects with the scheduler and the connector. Several workers have a copy each.
 
-    A request in the batch also has a row in the block table. When a request joins the batch, the runner fills the row
-    from the block list (gpu_input_batch.py 0.32.0:393). Each step appends new blocks (gpu_model_runner.py 0.32.0:1450).
+    Each request in the batch also has a row in the block table. The runner fills a new row from the request's block
+    list (gpu_input_batch.py 0.32.0:393). Each step appends new blocks to the row (gpu_model_runner.py 0.32.0:1450).
     """
 
     def __init__(self, group: KVGroup, memories: Sequence[Slots]) -> None:
@@ -234,7 +234,7 @@ class Model:
         return hash(seed if embeds is None else (*seed, embeds.numpy().tobytes()))
 
     def change_weights(self) -> None:
-        """Change the right contents of all requests that have not ended. Keep their generated tokens."""
+        """Change the right contents of all open requests. `wrong_text` then skips their earlier output."""
         self._weights += 1
         for name, request in self.requests.items():
             if not request.is_finished():

@@ -29,7 +29,7 @@ class Liveness:
         self._manager = manager = scheduler.kv_cache_manager
         coordinator: Any = manager.coordinator
         allocate, count = manager.allocate_slots, coordinator.get_num_blocks_to_allocate
-        #: vLLM's last count: (needed blocks, True if for the whole request) (kv_cache_manager.py 0.32.0:526, 561)
+        #: (blocks that vLLM counted last, True if counted for the whole request) (kv_cache_manager.py 0.32.0:526, 561)
         self._counted = (0, False)
         #: The request for which the scheduler found too few blocks, and how many blocks the request needs.
         self._refused: tuple[Any, int] = (None, 0)
@@ -55,7 +55,7 @@ class Liveness:
     def state(self, in_flight: int, undecided: set[str], lookups: int) -> liveness.State:
         """Return the state after a step that scheduled no tokens. undecided: requests whose lookup has no result yet.
 
-        in_flight: number of blocks that `take_blocks` has taken plus steps without output. lookups: number in flight.
+        in_flight: number of blocks from `take_blocks`, plus number of steps without output. lookups: lookups in flight.
         """
         scheduler = self._scheduler
         queues = [getattr(scheduler, name) for name in QUEUES if hasattr(scheduler, name)]
@@ -280,8 +280,8 @@ class RequestEvents:
 
     def stored(self, name: str, tokens: list[int], start: int, end: int, rank: int = 0) -> None:
         """Check a rank's store, and record stores of rank 0. Tokens of a hit count as cached even if their load failed.
-        If stores skip cached chunks, do not record a store of an ended request. The store can end with drafts that vLLM
-        accepted in the last step, and no Scheduled event counts drafts."""
+        If stores skip cached chunks, do not record a store of an ended request. No Scheduled event counts the drafts
+        that vLLM accepted in the last step, so a store of these drafts would violate KVR008."""
         request = self.model.requests[name]
         if not rank:
             self.counts.stored(end - start)
