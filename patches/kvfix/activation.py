@@ -221,6 +221,6 @@ def _settle_when_executed(spec: ModuleSpec) -> None:
         loader.exec_module = exec_module  # type: ignore[method-assign]
     except AttributeError as error:
         engine_log.warning(
-            f"{spec.name} is loaded by {type(loader).__name__}, which kvfix cannot wrap ({error}): its fixes are "
-            "not applied. Call kvfix.apply() once more after it has been imported."
+            f"kvfix cannot wrap {type(loader).__name__}, which loads {spec.name} ({error}), and applies no fix there. "
+            f"Call kvfix.apply() once more after the import of {spec.name}."
         )

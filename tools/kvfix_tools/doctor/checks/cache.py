@@ -82,7 +82,7 @@ def hash_seed(setup: Setup) -> Iterator[Line]:
     if not shared:
         yield ok("keys are computed with Python's own hash, and no other process shares this cache")
     elif none_too:
-        what = f"processes of this Python hash None differently, and LMCache hashes None: {shared[0]} finds no chunk"
+        what = f"LMCache hashes None, which each process hashes differently: no chunk is found by {shared[0]}"
         yield problem(what, remedy)
     elif not fixed:
         yield problem(
