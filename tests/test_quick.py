@@ -1,4 +1,4 @@
-"""`make quick` leaves out exactly the tests that import torch, in pytest or in a program that they start."""
+"""`make quick` leaves out exactly the tests in LEFT_OUT, and other tests that import torch, also in a program."""
 
 import subprocess
 import sys

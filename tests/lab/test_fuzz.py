@@ -53,9 +53,10 @@ NEVER = {
         *without("states", "states_and_drafts", "separate_objects"),
     },
 }  # fmt: skip
-#: Connectors to compare with NEVER. OffloadingConnector runs with fixes. Without fixes a failed copy ends the worker.
+#: Connectors whose counters must match NEVER. The counted schedules of OffloadingConnector run with fixes.
+#: Without fixes, a failed copy ends the worker.
 CONNECTORS = ["v1", "mp", "offloading"]
-#: Counters that may stay 0. In few seeds with OffloadingConnector, a session keeps blocks that other requests need.
+#: Counters that may stay 0. With OffloadingConnector, only a few seeds have a session that locks out other requests.
 RARE = {"locked_out_by_session", "aborted_loading"}
 
 
@@ -165,7 +166,7 @@ AGAIN = 4
 
 
 def fuzzed(connector: str, plain: bool, mode: str, seeds: list[int], only: str) -> list[Any]:
-    """Return [violations, counts] of each schedule with the option `only`. "": of all schedules, then of round two."""
+    """Return two lists of [violations, counts]: of schedules with the option `only` ("": of all), and of round two."""
 
     def played(seeds: list[int]) -> list[Any]:
         done = map(late.play, (each for each in run.schedules(seeds) if not only or getattr(each.options, only)))

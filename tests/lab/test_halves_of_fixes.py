@@ -1,7 +1,7 @@
 """kvfix applies either all targets of a fix or none. If one target is left out, the lab finds the bug.
 
 Some fixes wrap functions in two processes, and one process may run without kvfix. So half of a fix must cause no new
-finding, except of the rules CLOSED (faults.py). With half of a fix, a load may time out instead of waiting for ever.
+finding, except of the rules CLOSED (faults.py). For example, a load may time out instead of waiting for ever.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -186,7 +186,7 @@ def replaced(fix: Fix, target: Target) -> Iterator[None]:
 
 
 def of_several_functions() -> Iterator[tuple[Fix, str, tuple[Target, ...]]]:
-    """Yield fixes with several targets in one copy. Fixes with scenarios come last, as scenarios replace classes."""
+    """Yield fixes with several targets in a code copy. Fixes with scenarios come last, as scenarios replace classes."""
     for fix in sorted(catalogue.fixes(), key=lambda each: bool(each.scenarios)):
         for copy, targets in fix.groups if fix.fixable else ():
             wrong = [each for each in targets if applicability.judge(each).state == "applicable"]

@@ -31,8 +31,8 @@ def connected() -> tuple[Any, Any, int, Any, Any]:
 )
 @answers(also="fixes answer")
 def test_the_load_has_failed_and_nothing_else(patience: float) -> list[bool]:
-    """Return 5 flags. 1 to 3: KVF122 sees a connection before an answer, after the answer, and after the loss. 4: the
-    load fails. 5: `get_chunk_size` ends."""
+    """Return 5 flags. 1 to 3: KVF122 records a connection before an answer, after the answer, and after the server
+    has closed the connection. 4: the load fails. 5: `get_chunk_size` ends."""
     from lmcache.v1.multiprocess.transport.zmq_impl.wire import decode_operation
 
     _, server, _, client, key = connected()
@@ -60,8 +60,8 @@ def test_the_load_has_failed_and_nothing_else(patience: float) -> list[bool]:
 )
 @answers(also="answer")
 def test_a_lost_connection(fixes: Fixes) -> list[list[str]]:
-    """Send all operations three times: before the server ends, without a server, and after a registration. Return the
-    unanswered operations that end in each case, and the operations that the new server gets before the registration."""
+    """Send all operations before the server ends, without a server, and after a registration with a new server. Return
+    the operations that end without an answer in each case, and the waiting operations that reach the new server."""
     import zmq
     from lmcache.v1.multiprocess.custom_types import RegisterEngineDrivenContextPayload as Payload
     from lmcache.v1.multiprocess.transport.zmq_impl.wire import decode_operation

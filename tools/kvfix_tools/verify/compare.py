@@ -49,7 +49,7 @@ def difference(computed: Answer, cached: Answer) -> Difference:
     largest = Difference(0.0, 0)
     for position, (one, other) in enumerate(zip(computed.logprobs, cached.logprobs, strict=False)):
         for token in {*one, *other}:
-            # If an answer does not list the token, its value there is at most the smallest. So `size` is a lower bound.
+            # A token that an answer does not list has at most the smallest listed value. So `size` is a lower bound.
             left = one.get(token, min(one.values(), default=0.0))
             right = other.get(token, min(other.values(), default=0.0))
             is_known = token in one and token in other

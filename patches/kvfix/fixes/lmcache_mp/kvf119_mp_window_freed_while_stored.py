@@ -14,8 +14,7 @@ other blocks of the request only when the stores have ended. LMCache waits for i
 
 Fix: The fix records which blocks of windows and states the stores read, and which of these blocks vLLM has freed. If a
 step uses a freed block, the fix sets the flag that LMCache sets after a preemption. Before the step, each worker then
-waits for its stores in flight, at most `mq_timeout` for each store. Up to LMCache 0.5.5, the workers wait on CUDA only
-if KVF106 is applied.
+waits for stores in flight, at most `mq_timeout` for each store. On CUDA, LMCache up to 0.5.5 waits only with KVF106.
 - Releases: LMCache 0.4.7 to 0.5.6. Earlier releases were not tested with several KV groups.
 - Remove when: vLLM or LMCache keeps a block until the block is stored.
 """
