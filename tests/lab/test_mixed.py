@@ -94,13 +94,13 @@ def test_the_fixes_act_in_that_engine_alone(connector: str, fixes_in: str) -> li
     [
         # KVF353 is opt-in because both engines need it. If one engine lacks it, the engines count tokens differently.
         ("nixl-pull", 1, "KVF353", [True, True, True]),
-        # With KVF364, requests end earlier, so one message asks for other loads. This message shows KVF369's bug.
+        # With KVF364, requests end earlier, so decode's messages ask for different loads. One message shows KVF369.
         ("mooncake-multi", 35, "KVF364", [True, False, False]),
     ],
 )
 @answers(also="answer")
 def test_a_fix_in_prefill_alone(connector: str, seed: int, code: str) -> list[bool]:
-    """Return [violations exist, some of them do not occur without the fix, none of them occurs without the fix]."""
+    """Return [violations exist, at least one occurs only with the fix, all of them occur only with the fix]."""
     run = late.Run(connector, True, fixes_in="prefill")
     (schedule,) = run.schedules([seed])
     with late.pair_engine.fixes_in("prefill"):

@@ -20,7 +20,7 @@ OPTIONS = Options(connector="mooncake", num_blocks=40, max_num_batched_tokens=64
 @pytest.mark.parametrize(("aborted_first", "answer"), [(True, [0, []]), (False, [1, []])])
 @answers(also="answer", fixes=["KVF364"])
 def test_abort_leaves_another_prefill_of_its_transfer(aborted_first: bool) -> list[Any]:
-    """Abort one of two prefill requests for a transfer, before or after the other ends. Return leases and findings."""
+    """Abort one of two prefill requests for a transfer. Return the number of leases before the abort, and findings."""
     pair = late.Pair(OPTIONS)
     pair.prefill.connector._transfer = lambda name: "shared"
     steps(

@@ -5,8 +5,7 @@ lock, imports no new module, does not wait and does not raise. The modules of th
 library and each other (by relative names), because `kvfix look` loads them in a process without kvfix.
 
 The state contains counts and ids of requests; with `full`, also ids and hashes of blocks. The state contains no tokens,
-prompts or host names. A value is None if it is not known. `mono` and `wall` are times in nanoseconds.
-`arrived` and `since` are ages in seconds.
+prompts or host names. Unknown values are None. `mono` and `wall` are in ns. `arrived` and `since` are ages in seconds.
 
     {"schema": 1, "pid": 1, "process": "EngineCore", "mono": 12, "wall": 34, "milliseconds": 2.1,
      "versions": {"vllm": "0.32.0", "lmcache": "0.5.6"},

@@ -94,7 +94,7 @@ class Scanner:
             self._headless = now
 
     def end(self) -> Iterator[LogLine]:
-        """Yield the tracebacks that are incomplete because the input ends."""
+        """Yield the tracebacks and the stack that the end of the input cuts off."""
         for process, raised in self._tracebacks.cut():
             _, place, number, body = self._placed if self._placed[0] == process else ("", "", self._number, b"")
             yield self._raised({**raised, "level": "", "place": place}, process, number, body, None)

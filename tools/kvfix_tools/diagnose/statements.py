@@ -1,8 +1,8 @@
 """Read the logging statements (`statements.json`) and the checks (`checks.json`) of all known releases.
 
 A statement has the level of a log line, and the line number of the logging call in each release. A check is a raise, an
-assertion or an error log in a connector. A check has the condition under which the code fails, and the releases that
-have the code. If no known problem explains a failure, kvfix reports the check. `make statements` writes both files.
+assertion or an error log in a connector. A check has the condition that decides if the code fails, and the releases
+with the code. If no known problem explains a failure, kvfix reports the check. `make statements` writes both files.
 """
 
 import json
@@ -19,7 +19,7 @@ NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
 FILE, CHECKS = (Path(__file__).with_name(name) for name in ("statements.json", "checks.json"))
 _CONVERSION = re.compile(r"%[-+ #0]*\d*(?:\.\d+)?[diouxXeEfFgGcrs]|%%")
 _PLACE = re.compile(rf"{_CONVERSION.pattern}|\{{\}}")
-#: To identify a line by its text, kvfix needs this many characters outside values. `_fits` needs them in one part.
+#: Minimum number of characters outside values to identify a line by its text. In `_fits`, no value may divide them.
 _TELLS = 16
 _QUOTES, _VALUE = str.maketrans({'"': "'", " ": None, "\n": None}), "\0"
 _NO_ATTRIBUTE = re.compile(r"(?:' object|^module '[\w.]+') has no attribute '")

@@ -12,7 +12,7 @@ from kvfix_tools.diagnose.tracebacks import Part, by_name
 
 #: Every line that kvfix's own recorder writes contains this text.
 RECORDED = b'{"kind":"'
-#: Value of the field `logger` for lines that glog or UCX wrote.
+#: Value of the field `logger` for warnings and errors of glog, UCX, argparse, Docker or Helm.
 NATIVE = "native"
 #: `LogLine.name` of a line that only names a connector.
 WHO = "who"
@@ -44,7 +44,7 @@ _OTHER = re.compile(
     rb"|exec format (?P<format>error))"
 )
 #: Other prefixes may precede a rank or a level, so kvfix searches the first 128 bytes for a rank and the first 320 for
-#: a level. After these bytes, the word may be part of a sentence.
+#: a level. After these bytes, a word such as ERROR may be part of a sentence.
 _RANKED, _LEVELLED = 128, 320
 _LEVELS = {b"W": "warning", b"E": "error", b"F": "critical", b"WARN": "warning", b"FATAL": "critical"}
 MILLISECONDS = {b"%03d" % number: number / 1000 for number in range(1000)}
@@ -62,8 +62,8 @@ _NO_STATEMENTS = ("up", "answered_500", "recorded", *grammar.RELEASE_IN)
 class Headless(enum.IntEnum):
     """The lines without a logger's prefix that kvfix parses.
 
-    ALL: all lines. The input is an engine's log. WHOLE: lines that are whole messages. The input is a paste of
-    messages with few other lines. NONE: no lines. The input is documentation or another program's log.
+    ALL: all lines, for an engine's log. WHOLE: lines that are whole messages, for a paste with few other lines.
+    NONE: only recorder lines and NATIVE errors, for documentation or another program's log.
     """
 
     NONE = 1

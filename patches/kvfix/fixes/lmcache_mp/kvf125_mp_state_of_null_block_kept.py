@@ -10,7 +10,7 @@ of all KV groups in the object are null (`all_null_chunk_masks`, modules/lmcache
 default one object has all KV groups, and the blocks of attention are never null. So the server stores a null block.
 
 Fix: With the fix, the server also leaves out an object if the chunk's last block is null in any KV group of the object.
-For a state, the server stores only the last block. A hit with a sliding window in the chunk also reads the last block.
+For a state, the server stores only the last block. A hit whose window reaches into the chunk reads the last block too.
 
 Start the server with the fix: `kvfix run -- lmcache server ...`. The engines do not need the fix. Delete the files of
 the server's L2 adapters first, because chunks that were stored wrong stay wrong. With `--separate-object-groups` hits

@@ -1,4 +1,4 @@
-"""Draw the options of a schedule for one engine from a seed (schedule.py), with the random generators of the seed."""
+"""Draw the options of a schedule for one engine. The random generators of the schedule's seed choose the values."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
@@ -195,7 +195,7 @@ def _windows(options: Options, dice: Dice) -> dict[str, Any]:
 
 
 def _drafts(rng: Random, block: int) -> dict[str, Any]:
-    """Draw options of speculative decoding. vLLM refuses more MTP modules than a block has tokens."""
+    """Draw options of speculative decoding. With MTP, vLLM refuses more drafts than a block has tokens."""
     drafter, drafts = rng.choice(("ngram", "eagle", "mtp")), rng.randrange(1, 8)
     return {
         "drafter": drafter,
