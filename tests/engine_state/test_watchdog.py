@@ -61,23 +61,26 @@ def wedge(name: str) -> dict[str, Any]:
     """Run the watchdog's thread on an engine that makes empty steps. Return the parts of its report."""
     prepare()
     engine = getattr(wedged, name)()
-    seconds = due(engine.step, 40)
     watchdog._TRIES = watchdog._STANDS = 10_000  # on a busy host, `_look` may need more tries until a step ends
-    dog = watchdog.Watchdog(0.5)
-    reports = logged_reports()
+    dog, reports = watchdog.Watchdog(0.5), logged_reports()
+
+    def wait(_: float) -> bool:  # wait for five steps, however long they take on a busy host
+        until = engine.steps + 5
+        while engine.steps < until and not dog.stopped.is_set():
+            time.sleep(0.001)
+        return dog.stopped.is_set()
+
+    vars(dog.stopped)["wait"] = wait
     thread = watchdog.threading.Thread(target=dog.run)
     thread.start()
-    until = time.monotonic() + 300
-    while not reports and time.monotonic() < until:  # this main thread makes steps, as EngineCore's does
+    while not reports and engine.steps < 1_000_000:  # this main thread makes steps, as EngineCore's does
         engine.step()
     dog.stopped.set()
     thread.join()
-    (line,) = reports
-    file = recording.read(Path(line.rpartition(": ")[2]))
-    (state,) = file.lines["state"]
-    (stacks,) = file.lines["stacks"]
+    file = recording.read(Path(reports[0].rpartition(": ")[2]))
+    (state,), (stacks,) = file.lines["state"], file.lines["stacks"]
     return {
-        "seconds": seconds, "line": line, "reason": file.head["reason"], "events": len(file.entries),
+        "seconds": due(engine.step, 40), "line": reports[0], "reason": file.head["reason"], "events": len(file.entries),
         "requests": [row["id"] for row in state["scheduler"]["requests"]], "stacks": stacks["text"],
     }  # fmt: skip
 
