@@ -7,7 +7,7 @@ Cause: vLLM looks for failed blocks only in the first `num_cached_tokens` tokens
 0.15.1:2007). vLLM sets this number once, when it first schedules the request. A resumed request loads later tokens.
 
 Fix: In `_update_requests_with_invalid_blocks`, the fix raises `num_cached_tokens` to the end of the last failed block.
-- Upstream: No issue is known. vLLM 0.20.2 has the bug no more: it counts from `num_computed_tokens`.
+- Upstream: None known. vLLM 0.20.2 has the bug no more: it counts from `num_computed_tokens`.
 """
 
 from kvfix.fixes import _scheduler
