@@ -114,7 +114,7 @@ def run(
 
 @app.command(rich_help_panel=COMMANDS["explain"])
 def explain(name: Annotated[str, typer.Argument(metavar="CODE|SLUG")], json: Json = False) -> None:
-    """Explain a fix (KVF...), a finding in logs (KVD...) or a rule (KVR..., LAB...). SLUG: the name next to a code."""
+    """Explain a fix (KVF...), a finding in logs (KVD...) or a rule (KVR..., LAB...) by its code or its name (slug)."""
     from kvfix_tools import explain
 
     raise typer.Exit(explain.explain(name, json))
@@ -169,7 +169,7 @@ def look(
 ) -> None:
     """Show why a running engine makes no progress, and what to do. The engine may run without kvfix.
 
-    Exit 0: no problem. 1: a problem. 77: not readable. With --core, 1: a thread was in a hook. 77: PyStack is missing.
+    Exit 0: no problem. 1: a problem, or a thread of the core file was in a hook. 77: not readable, or no PyStack.
     """
     from kvfix_tools.look import command
 

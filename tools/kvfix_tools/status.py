@@ -41,8 +41,8 @@ _CONNECTOR = "Show only the bugs of these connectors. Default: $KVFIX_CONNECTOR.
 _OF_TRANSFER = "Show only the bugs of the connectors in this value of vLLM's --kv-transfer-config."
 _EFFECT = "Show rows of one effect: wrong-output, crash, hang, leak or lost-hits."
 _PROBE = "Import vLLM and LMCache, and test bugs whose presence is unknown."
-_RELEASED = """Download the newest LMCache and vLLM with pip. List fixes whose functions differ there from the newest
-release that kvfix knows, or cannot be compared. Exit 1: the list is not empty."""
+_RELEASED = """Download the newest LMCache and vLLM with pip. Compare the functions that fixes change with the releases
+that kvfix knows. List each fix whose functions differ or cannot be compared. Exit 1: a fix is listed."""
 
 
 class Selected(NamedTuple):
@@ -64,7 +64,7 @@ def status(
     probe: Annotated[bool, typer.Option(help=_PROBE)] = False,
     released: Annotated[bool, flag("--released", _RELEASED)] = False,
 ) -> int:
-    """Show the known bugs of the installed code. Exit 1: a bug is or may be present, not counting opt-in fixes."""
+    """Show the known bugs of the installed code. Exit 1: the code has or may have a bug whose fix is not opt-in."""
     names = names or []
     if len(names) == 1 and names[0].isdigit():
         from kvfix_tools.look import attach

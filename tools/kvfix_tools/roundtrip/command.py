@@ -41,12 +41,12 @@ def parser() -> argparse.ArgumentParser:
         epilog="Exit codes: 0 every byte is right, 1 a byte is wrong or a case crashed, 2 usage error, 77 no check.",
     )
     add = options.add_argument
-    backend = "test these copy routines (see --list); default: all but the engines, or torch with --inject or --race"
+    backend = "test these copy routines (see --list); default: all except engine-*; with --inject or --race: torch"
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="use this device; auto: CUDA if present")
     add("--backend", nargs="+", metavar="NAME", help=backend)
     for name, values in AXES.items():
         free = name in ("tokens", "block", "chunk", "heads")
-        skip = "first tokens that the load leaves out (part: half a block + 1; chunk: 1 chunk + half a block)"
+        skip = "tokens to skip at the start of a load (part: half a block + 1; chunk: 1 chunk + half a block)"
         shown = f"{skip if name == 'skip' else 'test only these values'}; default: {', '.join(values)}"
         add(f"--{name}", nargs="+", metavar="VALUE", choices=None if free else values, help=shown)
     add("--layers", type=int, default=3, help="set the layers of the KV cache (default: 3)")
