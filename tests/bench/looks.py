@@ -1,8 +1,9 @@
-"""Measure `kvfix look`. It looks once a second, a thousand times, at an engine under load that runs without kvfix.
+"""Measure `kvfix look`, which looks once a second, a thousand times, at a busy engine that was started without kvfix.
 
-No look may find anything wrong, and every round of the same requests must have equal answers. Engine and `kvfix look`
-have one core each, and the engine has one thread for kernels. The bench measures how long a look stops an engine's
-thread, and subtracts waits for a core. It also measures the processor time of kvfix in the engine's main thread.
+No look may find anything wrong, and every round of the same requests must have equal answers. The engine and `kvfix
+look` have one core each, and the engine has one thread for kernels. The bench measures how long a look stops a thread
+of the engine, without waits for a core, but at least the processor time that `kvfix look` uses for the stop. The bench
+also measures the processor time of the code that `kvfix look` runs in the engine's main thread.
 """
 
 import os
@@ -22,10 +23,8 @@ from tests.bench import Row
 from tests.engine import start
 
 LOOKS = 1000
-#: Seconds between two looks.
-PAUSE = 1.0
-#: Numbers of the engine's core and of the looker's core.
-ENGINE, LOOKER = 0, 1
+PAUSE = 1.0  # seconds between two looks
+ENGINE, LOOKER = 0, 1  # the engine's core and the looker's core
 #: The engine runs this code, which runs the injected program and then writes the program's processor time.
 _TIMED = """
 import time
@@ -97,11 +96,11 @@ def measure() -> Iterator[Row]:
         wrong = [found for first, second in pairwise(looks) for found in verdicts([first, second])]
         assert not wrong, wrong[:3]
     took = [sum(each.get("milliseconds", 0.0) for each in look.processes) for look in looks]
-    yield Row("collecting state in a look", mean(took), "ms", f"{quantiles(took, n=100)[98]:.1f} ms in one of 100", 5)
+    yield Row("collecting state in a look", mean(took), "ms", f"99th percentile {quantiles(took, n=100)[98]:.1f} ms", 5)
     longest = 1000 * quantiles(stops, n=100)[98]
-    context = f"{len(stops)} of {1000 * median(stops):.2f} ms, {longest:.1f} ms in one of 100"
+    context = f"{len(stops)} stops, median {1000 * median(stops):.2f} ms, 99th percentile {longest:.1f} ms"
     yield Row("a stop of a thread", 1000 * mean(stops), "ms", context, 2)
     whole = seconds[1] - seconds[0]
     shares = [100 * sum(each) / whole for each in (stops, runs)]
-    context = f"stopped {shares[0]:.3f}, at work {shares[1]:.3f} in {len(runs)} runs, of {whole:.0f} s"
+    context = f"of {whole:.0f} s: stopped {shares[0]:.3f} %, injected code ran {shares[1]:.3f} % ({len(runs)} runs)"
     yield Row("time that looks stop the engine or run in it", sum(shares), "%", context, 1)

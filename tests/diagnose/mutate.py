@@ -1,4 +1,4 @@
-"""Make damaged logs from lines of real logs, and read them: `python -m tests.diagnose.mutate --count 100000`."""
+"""Make damaged logs from lines of real logs, and read these logs: `python -m tests.diagnose.mutate --count 100000`."""
 
 import gzip
 import io
@@ -28,7 +28,7 @@ RUBBISH = [
 
 @lru_cache(maxsize=1)
 def corpus() -> list[bytes]:
-    """Return recorder.jsonl, and of each real log the first 20 and the last 40 lines that contain one of NEEDLES."""
+    """Return lines: all of recorder.jsonl, and the first 20 and last 40 lines with one of NEEDLES of each real log."""
     lines: list[bytes] = (LOGS / "recorder.jsonl").read_bytes().splitlines()
     for path in sorted(LOGS.glob("*.gz")):
         texts = gzip.decompress(path.read_bytes()).split(b"\n")
@@ -41,7 +41,7 @@ def draw(number: int) -> bytes:
     """Return the log with this number. To make a log again, pass the number that `main` printed."""
     dice = random.Random(f"0:{number}")
     lines = corpus()
-    if dice.random() < 0.5:  # consecutive lines of a real log make a history
+    if dice.random() < 0.5:  # consecutive lines, so that the events of a request keep their order
         first = dice.randrange(len(lines))
         picked = lines[first : first + dice.randint(1, 40)]
     else:

@@ -4,7 +4,8 @@ The program writes its results to the file `out` of the job. The job also has th
 - `apply`: mode of kvfix, or None; `model`: a folder; `transfer`: kv_transfer_config; `engine`: arguments of LLM
 - `rounds`: lists of requests (prompt, number of tokens to generate). A number N in place of a prompt means the prompt
   and the answer of request N of the previous round.
-- `before`: {number of a round: calls before this round, each [name of a function of this module, more arguments]}
+- `before`: the calls to make before a round, listed under the number of the round. Each call is a list: the name of a
+  function of this module, then the arguments that follow the engine
 - optional: `config`: changes of the model; `counters`: names of vLLM's counters to return
 - `calm`, `hard`, `flags`: replace `rounds`, see `until_told()`
 """
@@ -52,7 +53,7 @@ def main(job: dict[str, Any]) -> None:
 
 
 def until_told(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """Repeat the job's requests `calm`, or `hard` while the folder `flags` has a file `hard`. End at a file `stop`."""
+    """Run rounds until folder `flags` has a file `stop`. Send `hard` while `flags` has a file `hard`, else `calm`."""
     folder, rounds, preempted = Path(job["flags"]), list[tuple[str, list[list[int]]]](), 0
     while not (folder / "stop").exists():
         kind = "hard" if (folder / "hard").exists() else "calm"

@@ -1,4 +1,4 @@
-"""Engines in mode `check` answer as plain vLLM does with speculative decoding, two ranks, or sliding windows."""
+"""With speculative decoding, two ranks or sliding windows, engines in mode `check` answer as plain vLLM does."""
 
 import importlib.metadata
 import json
@@ -24,8 +24,8 @@ from tests.engine.start import CROWD, ENGINE, Ran, prompt
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 DRAFTS, ACCEPTED = "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens"
-#: ANSWERS: four prompts of three chunks, with answers of one chunk. TURNS: ANSWERS twice, then prompt + answer.
-ANSWERS = [(prompt(200, seed), 70) for seed in range(21, 25)]
+ANSWERS = [(prompt(200, seed), 70) for seed in range(21, 25)]  # four prompts of three chunks, answers of one chunk
+#: Two rounds send ANSWERS. In the third round, each prompt is a prompt of ANSWERS, followed by the answer to it.
 TURNS = [ANSWERS, ANSWERS, [(each, 8) for each in range(len(ANSWERS))]]
 NGRAM: dict[str, Any] = {
     "rounds": TURNS,
@@ -133,7 +133,7 @@ def test_two_ranks(place: str, engines: Engines) -> None:
 
 
 def test_sliding_windows(engines: Engines) -> None:
-    """Before the third round, the test exchanges bytes between the L2's chunks. Then the answers differ."""
+    """Exchange bytes between the L2's chunks before the third round. Then the answers of the third round differ."""
     third = {**WINDOWS, "rounds": [*WINDOWS["rounds"], CROWD]}
     ran = engines.on_server("windows", third, mix_before=2, mp_transfer_mode="lmcache_driven")
     assert "group_tokens_per_block=[32, 32, 32]" in ran.log
@@ -142,7 +142,7 @@ def test_sliding_windows(engines: Engines) -> None:
 
 
 def test_doctor_knows_the_server(engines: Engines, fresh: Fresh, tmp_path: Path) -> None:
-    """kvfix doctor reads release and options of the running server. When the server has stopped, doctor reports it."""
+    """kvfix doctor reports the server's release. After the server stops, doctor reports that no server answers."""
     command, url = words(tmp_path, engines.transfer), f"tcp://localhost:{engines.port}"
     doctor = [sys.executable, "-m", "kvfix_tools.cli", "doctor", "--json", "--", *command]
     done = fresh.run(doctor, **real_engine.ENVIRONMENT)

@@ -34,8 +34,8 @@ _NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
 
 #: Values of `Fix.attaches`, the requests to which `kvfix attach` applies the fix. With NEW_REQUESTS, the fix skips
 #: requests that began before the attach (`session.before`), because the fix must see a request from its start. With
-#: AT_START, `kvfix attach` does not apply the fix, because the fix acts only while the engine starts, or because the
-#: fix would read cached KV in another way than the engine has written the KV.
+#: AT_START, `kvfix attach` does not apply the fix. The reason: the fix acts only while the engine starts, the fix acts
+#: only in the LMCache server, or the fix would read cached KV in another way than the engine has written the KV.
 ALL_REQUESTS, NEW_REQUESTS, AT_START = "all requests", "new requests", "at start"
 
 

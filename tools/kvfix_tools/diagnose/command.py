@@ -56,12 +56,12 @@ class Options:
         return any(found.severity.value <= _WORDS[self.fail_on].value for found in findings)
 
     def check(self, inputs: Iterable[str]) -> None:
-        """Raise log_files.Refused for an unknown value of an option, or for a file that kvfix must not overwrite."""
+        """Raise log_files.Refused for a wrong value, a wrong combination, or a file that kvfix must not overwrite."""
         if self.fail_on not in FAIL_ON:
             raise log_files.Refused(f"--fail-on {self.fail_on}: give one of {', '.join(FAIL_ON)}")
         printed = [self.brief == "-", self.format != "text", bool(self.request)]
         if sum(printed) > 1:
-            raise log_files.Refused("--brief -, --request and --format json or github: give only one of them")
+            raise log_files.Refused("give only one of `--brief -`, `--request`, `--format json`, `--format github`")
         named = [path for path in inputs if path != "-"]
         for path in (self.html, self.issue, self.brief):
             if not path or path == "-" or not os.path.isfile(path):

@@ -38,11 +38,11 @@ class Scenario:
     """A schedule, and the rule that it must violate. The lab adds the steps `run` and `expect_all_ended` at the end.
 
     - shows: the code of the expected finding, and after a space a part of the finding's message
-    - needs: {distribution: PEP 440 specifiers} of the releases that can play the schedule; {}: all supported releases
-    - wrong: {distribution: PEP 440 specifiers} of the releases with the bug; {}: the releases of `needs`. On a
+    - needs: the releases that can play the schedule, as a specifier for each distribution; {}: all supported releases
+    - wrong: the releases with the bug, as a specifier for each distribution; {}: the releases of `needs`. On a
       release without the bug, the schedule must have no finding.
-    - not_in_hooks: why kvfix does not report the bug in a real engine, where it sees only hooks; "": kvfix reports it.
-      Default: "" if `rule` is a rule of the ledger, and a reason if `rule` is a rule of the lab.
+    - not_in_hooks: why kvfix, which sees only hooks, does not report the bug in a real engine; "": kvfix reports it.
+      Default: "" for a rule of the ledger or with `hooks_rule`, else CONTENT (_CONTENT_RULES) or REQUEST.
     - hooks_rule: the rule that kvfix reports from the hooks, if kvfix reports another rule than `rule`
     - hooks_releases: the LMCache releases in which kvfix reports the bug; (): all releases
     """
@@ -56,7 +56,7 @@ class Scenario:
     hooks_rule: str = ""
     hooks_releases: tuple[str, ...] = ()
     name: str = ""  # the key of the scenario in SCENARIOS
-    #: One sentence about what the schedule shows. "": the title of the fix, which then has no other scenario.
+    #: What the schedule shows, in one sentence. Use "" if the fix has one scenario: `title` is the fix's title.
     doc: str = ""
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The hit of a prompt never grows past a fixed token: each poll of a waiting request counts the hit again as stored.
+"""The chunks right after a prompt's hit are never stored: each lookup of a waiting request adds the hit again.
 
 Symptom: No error is logged. The external hit of a prompt always ends at the same token, although the prompt is used
 again. The chunks right after this token are never stored, but later chunks are. The bug occurs if a request waits for
@@ -7,7 +7,7 @@ blocks. Also, if LMCache has no hit but vLLM has a prefix hit, the stores of the
 Cause: vLLM calls `get_num_new_matched_tokens` in every step in which the request waits. Each call adds the hit to
 `num_stored_tokens` (lmcache_mp_connector.py 0.5.5:1065; `num_stored_blocks` in vLLM's copy). After three calls with a
 hit of 512 tokens, the first store begins at token 1536. Without a hit in LMCache, the function does not record the
-tokens that vLLM has computed (0.5.5:1060). The stores then end that number of tokens too early.
+tokens that vLLM has computed (0.5.5:1060). If vLLM has computed N tokens, the stores then end N tokens too early.
 
 Fix: The fix acts after each call until vLLM admits the request. It sets the number of stored tokens to LMCache's hit,
 and records the number of tokens that vLLM has computed.

@@ -43,5 +43,5 @@ FIX = Fix(
     LMCACHE_MP.reset_cache(broken=">=0.5.6", probe=shows_bug, fix=fix),
     SCHEDULER.reset_connector_cache(broken=">=0.15.1", fix=fix_scheduler, helper=True),
     effect="wrong output",
-    no_patch={"lmcache": "the server must drop chunks in use when their use ends, which changes its protocol"},
+    no_patch={"lmcache": "needs another protocol: after a reset, the server must drop used chunks once they are free"},
 )

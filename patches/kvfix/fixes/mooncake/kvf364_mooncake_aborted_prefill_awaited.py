@@ -5,11 +5,13 @@ then log `Timeout waiting for P side ready`. The prefill engine may keep transfe
 
 Cause: When a prefill is aborted, its worker drops the transfer, and does not tell the decode engine that waits for the
 transfer (mooncake_connector.py 0.32.0:2584). If the prefill was aborted before it was scheduled, the worker has no
-transfer. Its `pop` then raises KeyError in a coroutine that no code awaits. The worker then fails to drop the remaining
-transfers of this step. vLLM tells the worker nothing about a finished prefill whose blocks a preemption freed (:1160).
+transfer. The worker's `pop` then raises KeyError in a coroutine that no code awaits. The worker then fails to drop the
+remaining transfers of this step. If a preemption has freed the blocks of a prefill before the prefill finishes, the
+scheduler does not tell the worker that the prefill has finished (:1160).
 
 Fix: If a decode request waits for the dropped transfer, or asks for it within the timeout, the prefill worker reports
-the transfer as failed. kv_load_failure_policy then decides.
+the transfer as failed. In the decode engine, kv_load_failure_policy then decides whether the request fails or vLLM
+computes its prompt.
 - Releases: vLLM 0.20.2 to 0.33.0. 0.32.0 and 0.33.0 were tested. For the other releases, only the code was read.
 - Remove when: The worker reports an aborted prefill to the decode requests that wait for it.
 """
@@ -29,7 +31,7 @@ def start_load_kv(worker: Any, metadata: Any) -> Steps:
 
 @fix_after()
 def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any) -> None:
-    """Tell the worker about a prefill that is not sent."""
+    """Tell the worker about a prefill whose blocks are not sent."""
     params = request.kv_transfer_params or {}
     asked = params.get("do_remote_decode") and isinstance(params.get("transfer_id"), str)
     if asked and not answer[0] and not connector.is_kv_consumer:
@@ -53,7 +55,7 @@ def _drop(worker: Any, transfer: str) -> None:
 
 
 def _forget(worker: Any, dropped: Any) -> None:
-    """Forget the dropped transfer at the timeout. A later prefill that uses the entry has its own timeout."""
+    """Forget the dropped transfer at the timeout, unless a later prefill has added its blocks to the same entry."""
     if not dropped.local_block_ids and worker.reqs_need_send.get(dropped.transfer_id) is dropped:
         del worker.reqs_need_send[dropped.transfer_id]
 

@@ -1,14 +1,16 @@
-"""A decode request waits for ever and holds its blocks: MooncakeConnector leaves the load out of its answer.
+"""A decode request waits for ever and holds its blocks: prefill's MooncakeConnector omits the request in its answer.
 
 Symptom: A decode request stays in WAITING_FOR_REMOTE_KVS for ever. The prefill engine logs `Request ... expired before
 sending on P side.` The decode engine logs nothing.
 
-Cause: If a transfer no longer exists when its turn comes, the prefill engine's answer names the request neither as done
-nor as failed (mooncake_connector.py 0.32.0:1628). The decode engine handles only the requests that are named
-(process_pulling_result, :2417), and ends the connection after the last answer.
+Cause: If a transfer expires before the prefill engine sends the blocks, the prefill engine drops the transfer. The
+prefill engine's answer then lists the decode request neither as done nor as failed (mooncake_connector.py 0.32.0:1628).
+The decode engine handles only the requests that the answer lists (process_pulling_result, :2417). The decode engine
+ends the connection after the last answer.
 
-Fix: After the last answer, the fix reports a request as failed if no answer has named it (kv_load_failure_policy).
-- Upstream: None known; fixed in 0.33.0, which counts a request as failed if the last answer leaves it out.
+Fix: If no answer has listed a request, the fix reports the request as failed after the last answer. Then
+kv_load_failure_policy decides whether the decode engine fails the request or computes the prompt.
+- Upstream: None known; fixed in 0.33.0: vLLM counts a request as failed if the last answer omits the request.
 """
 
 from kvfix.fixes import _mooncake
@@ -38,5 +40,5 @@ def shows_bug(hook: Any, module: Any) -> bool:
 FIX = Fix(
     MOONCAKE_WORKER.process_pulling_result(broken=">=0.32,<0.33", probe=shows_bug, fix=process_pulling_result),
     effect="hang",
-    no_patch={"vllm": "0.33.0 is right"},
+    no_patch={"vllm": "vLLM 0.33.0 does not have this bug"},
 )

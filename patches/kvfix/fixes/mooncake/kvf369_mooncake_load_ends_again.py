@@ -74,5 +74,5 @@ FIX = Fix(
     effect="wrong output",
     # If the fix raises, vLLM's own function reports the loads. A request whose load is not reported waits for ever.
     on_fault="original",
-    no_patch={"vllm": "0.33.0 is right"},
+    no_patch={"vllm": "vLLM 0.33.0 does not have this bug"},
 )

@@ -1,9 +1,10 @@
 """EngineCore dies at one request: NixlPushConnector promises tokens without knowing which engine pushes them.
 
 Symptom: EngineCore of the decode engine dies with `KeyError: 'remote_engine_id'`, or another key of
-`kv_transfer_params`, in `update_state_after_alloc` or `build_connector_meta`. Or its worker dies with `TypeError`.
+`kv_transfer_params`, in `update_state_after_alloc` or `build_connector_meta`. Or the worker of the decode
+engine dies with `TypeError`.
 
-Cause: The router or any client can set the parameters. If the parameters ask for a remote prefill,
+Cause: The router or any client can set `kv_transfer_params`. If these parameters ask for a remote prefill,
 get_num_new_matched_tokens promises the whole prompt (push_scheduler.py 0.32.0:122). After the allocation of the blocks,
 update_state_after_alloc reads the peer's address from the parameters without a check (:184-187). build_connector_meta
 reads `remote_request_id` without a check too (metadata.py 0.32.0:334).
@@ -15,7 +16,8 @@ Fix: If the parameters do not name a peer, the fix promises 0 tokens, and the re
 from kvfix.fixes import _nixl, _prefills
 from kvfix.fixes.api import NIXL_PUSH_SCHEDULER, PRIVATE, Any, Fix, stubs
 
-#: {parameter that update_state_after_alloc, the metadata or the handshake reads: its type}
+#: The parameters that a remote prefill needs, and the type of each parameter. vLLM reads the parameters in
+#: update_state_after_alloc, in build_connector_meta and in the handshake.
 _TYPES = {
     "remote_engine_id": str, "remote_request_id": str, "remote_host": str, "remote_port": int, "tp_size": int,
 }  # fmt: skip

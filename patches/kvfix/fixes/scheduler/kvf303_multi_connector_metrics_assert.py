@@ -28,5 +28,5 @@ FIX = Fix(
     effect="crash",
     evidence={"KVD517": ""},
     proof="tests/lab/test_promises.py: the lab has no API server",
-    no_patch={"vllm": "0.33.0 is right"},
+    no_patch={"vllm": "vLLM 0.33.0 does not have this bug"},
 )

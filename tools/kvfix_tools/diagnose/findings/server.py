@@ -12,7 +12,7 @@ _HANDLER = re.compile(
     r"Error (?:in blocking handler|handling (?:request RequestType\.|operation )(?P<operation>\w+))(?:: (?P<error>.+))?"
 )
 _BELOW = 120
-#: Operations whose result no client needs. After a worker has exited, a failure of such operations is no problem.
+#: Functions whose result no client needs. kvfix reports no failure whose traceback has a call of such a function.
 _UNASKED = frozenset({"end_session"})
 
 

@@ -44,7 +44,7 @@ def no_error(log: Diagnosis, line: LogLine | None) -> Answers:
         sentence = f"{log.counts['answered_500']} requests were answered with 500"
         yield "answers-500-without-error", Answer(sentence, sure=False, evidence=(answered,))
     if start is not None and not any(log.counts[name] for name in _STARTED):
-        sentence = "no process has logged that its start is complete after `Initializing a V1 LLM engine`"
+        sentence = "after `Initializing a V1 LLM engine`, no process has logged that its start is complete"
         yield "start-without-an-end", Answer(sentence, sure=False, evidence=(start,), note=True)
 
 
@@ -92,7 +92,7 @@ def _unexplained(log: Diagnosis) -> LogLine | None:
         found.severity is Severity.HANG for found in causes
     ):
         return None
-    # If the log lacks the exception of the first error, any finding counts as its cause, except a symptom or a risk.
+    # If the log lacks the exception of the first error, any finding explains the error, except a symptom or a risk.
     said = first.name == "logged" or is_cut(first)
     return None if said and any(found.severity is not Severity.RISK for found in causes) else first
 
@@ -118,7 +118,7 @@ def _of_the_end(log: Diagnosis) -> tuple[Problem | None, Answer | None]:
         return None, None
     if death is None:
         return None, Answer(sentence, "")
-    # The API server also logs these texts in an orderly shutdown, whose first lines the log may lack.
+    # The API server logs these texts in an orderly shutdown too, so a log with only these texts gives a note.
     echo = b"EngineDeadError" in death.body or b"output_handler failed" in death.body
     sentence = f"{sentence}: {death.evidence.text[:160]}"
     return problems.general(death), Answer(sentence, "", sure=False, evidence=(death,), note=echo)

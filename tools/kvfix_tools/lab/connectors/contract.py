@@ -46,7 +46,7 @@ class Contract:
         self._owner.events.violated(rules.WRONG_KIND, name, f"{hook} answers {answer!r:.80}; expected: {wanted}")
 
     def get_num_new_matched_tokens(self, request: Any, computed: int) -> Any:
-        """Call the hook twice, because vLLM may do so. The hook must have no side effects (base.py:9-11)."""
+        """Call the hook twice, because vLLM may do so. The hook must have no side effects (base.py:10-11)."""
         name, first = request.request_id, self._ask(request, computed)
         answer = self._ask(request, computed)
         right = isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], bool)

@@ -38,7 +38,7 @@ SCENARIOS = {
         [do.stored_elsewhere(prompt(256)), do.stored_elsewhere(prompt(256, seed=1)), do.keep_blocks(20)],
         do.admit("a", prompt(256)),  # LMCache has the prompt, so no store of LMCache holds the blocks
         do.admit("r", prompt(256, seed=1)),  # its load gets the blocks of "a", which has ended
-        doc="LMCache loads into blocks of an ended request that OffloadingConnector still copies.",
+        doc="A request has ended, but OffloadingConnector still copies its blocks: LMCache loads into these blocks.",
         shows="LAB001 OffloadingConnector stores wrong KV",
         options=Options(connector="mp", offloading="last", delay=3, max_num_batched_tokens=128, prefix_caching=False),
     ),

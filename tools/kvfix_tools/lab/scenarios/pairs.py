@@ -46,7 +46,7 @@ SCENARIOS = {
         do.ask("r", prompt(64, seed=1)),  # its load gets the blocks of "a", which has ended
         [do.run(), do.on("decode", "free_blocks")],
         shows="LAB001 OffloadingConnector stores wrong KV",
-        doc="NIXL loads into blocks of an ended request that OffloadingConnector still copies.",
+        doc="A request has ended, but OffloadingConnector still copies its blocks: NIXL loads into these blocks.",
         wrong={"vllm": ">=0.32,<0.33"},
         options=OFFLOAD(offloading="last", delay=3),
     ),
@@ -125,7 +125,7 @@ SCENARIOS = {
     "nixl-window-freed-at-end": pull(
         do.ask("r", prompt(63), 2),
         shows="LAB001 the step reads token 47 of 62 computed ones, its slot holds other KV in KV group 1",
-        doc="Recomputing the last prompt token needs one token more than prefill keeps of the window.",
+        doc="Decode computes the last prompt token again. The token needs a block that prefill has freed.",
         options=PULL(windows=(16,)),
     ),
     "nixl-window-freed-meanwhile": pull(
@@ -149,7 +149,7 @@ SCENARIOS = {
     "nixl-push-before-all-registered": push(
         [do.fail("handshake", 1), do.ask_at_once("r", prompt(64))],
         shows="KVR022 of a request that does not wait",
-        doc="One of two decode ranks cannot connect and fails the load: prefill still writes to this rank.",
+        doc="One of two decode ranks cannot connect and fails the load. The other registers: prefill writes to both.",
         options=PUSH(peer_ranks=2, kv_heads=2, extra=SOON),
         not_in_hooks=REQUEST,
     ),
@@ -213,7 +213,7 @@ SCENARIOS = {
         options=PUSH(prefix_caching=False, extra={"push_registration_timeout": 0.5}),
     ),
     "nixl-push-thread-loses-notices": push(
-        # Decode registers more blocks for the second "r" than prefill has for the first "r" with the same id.
+        # Two requests have the id "r". For the second, decode registers more blocks than prefill has for the first.
         [do.router_takes(100), do.ask("r", prompt(32)), do.step(3)],
         [do.ask_at_once("r", prompt(200)), do.ask_at_once("s", prompt(200, seed=1))],
         shows="LAB003 WAITING_FOR_REMOTE_KVS",
