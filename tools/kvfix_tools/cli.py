@@ -134,7 +134,7 @@ def replay(
     router: Annotated[Path | None, value("LOG", "Also read this log of the router in front of the engines.")] = None,
     json: Json = False,
 ) -> None:
-    """Check recorder files (kvfix run --mode observe) or bundles (kvfix dump). Exit 1 if they violate a rule.
+    """Check the recorder files or the bundles that kvfix dump wrote. Exit 1 if their events violate a rule.
 
     Print the history of each violation. Files may come from several processes, ranks and nodes.
     """
@@ -276,13 +276,13 @@ def verify(
     url: Annotated[str, typer.Argument(metavar="URL", help="Address of vLLM's server: http://localhost:8000")],
     model: Annotated[str, value("NAME", "Test this model. Default: the first model of the server.")] = "",
     decode: Annotated[str, value("URL", _DECODE)] = "",
-    requests: Annotated[int, typer.Option(min=16, help="Send this many prompts. More prompts find rarer errors.")] = 48,
+    requests: Annotated[int, typer.Option(min=16, help="Test with this many prompts. More prompts find rarer errors.")] = 48,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of the longest prompt.")] = 1200,
     chunk: Annotated[int, typer.Option(help="Tokens of a chunk. 0: measure the chunk size.")] = 0,
     clients: Annotated[int, typer.Option(min=2, help="Send this many requests at once to put load on the server.")] = 8,
     seconds: Annotated[float, typer.Option(help="Stop after this many seconds.")] = 300.0,
     api_key_env: Annotated[str, value("NAME", "Read the API key from this environment variable.")] = "",
-    dry_run: Annotated[bool, flag("--dry-run", "Print the requests, and send none.")] = False,
+    dry_run: Annotated[bool, flag("--dry-run", "Print how many requests are needed. Send no prompt.")] = False,
     json: Json = False,
 ) -> int:
     """Check that a running server gives the same answers with and without KV from the connector.
