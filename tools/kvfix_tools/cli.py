@@ -276,7 +276,7 @@ def verify(
     url: Annotated[str, typer.Argument(metavar="URL", help="Address of vLLM's server: http://localhost:8000")],
     model: Annotated[str, value("NAME", "Test this model. Default: the first model of the server.")] = "",
     decode: Annotated[str, value("URL", _DECODE)] = "",
-    requests: Annotated[int, typer.Option(min=16, help="Test with this many prompts. More prompts find rarer errors.")] = 48,
+    requests: Annotated[int, typer.Option(min=16, help="Test this many prompts. More prompts find rarer errors.")] = 48,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of the longest prompt.")] = 1200,
     chunk: Annotated[int, typer.Option(help="Tokens of a chunk. 0: measure the chunk size.")] = 0,
     clients: Annotated[int, typer.Option(min=2, help="Send this many requests at once to put load on the server.")] = 8,
