@@ -1,8 +1,9 @@
 """Judge whether an installed function has the bug of a fix, and decide whether to apply the fix.
 
 The version number is not enough, because LMCache's post releases change functions, and users edit files. kvfix looks
-for a release with the same file (by its hash) or, if there is none, with the same function (by its fingerprint). If no
-release has the function, the behaviour probe decides. If the probe cannot decide, kvfix refuses the function.
+for a release with the same file (by its hash). If no release has the file, kvfix looks for a release with the same
+function (by its fingerprint). If no release has the function, the behaviour probe decides. If the probe cannot decide,
+kvfix refuses the function.
 
 Some code exists in several copies (`Owner.copy`). A fix has one group of functions for each copy. kvfix decides about
 each group separately. In a group, kvfix wraps all functions with the bug or none. kvfix refuses a group if a function
@@ -45,10 +46,12 @@ class Applicability(NamedTuple):
 
 @lru_cache(maxsize=1)
 def fingerprints() -> dict[str, Any]:
-    """Return {dist: {"releases": [version], "functions": {target: {fingerprint: [version]}}, "files": {module: {hash of
-    the file: a version}}, "fixes": {module: [module of a fix]}}}. The versions are sorted, the oldest first.
+    """Return {distribution: data}. `make fingerprints` writes the data to fingerprints.json.
 
-    `make fingerprints` writes fingerprints.json from the files of the releases.
+    - releases: [version], the oldest first
+    - functions: {target: {fingerprint: [version]}}, the oldest version first
+    - files: {module: {hash of the file: oldest version with this file}}
+    - fixes: {module: [module of a fix]}
     """
     return dict(json.loads(pkgutil.get_data("kvfix", "fingerprints.json") or b""))  # kvfix may be in a zip
 
@@ -96,7 +99,6 @@ def judge_releases(target: Target, same_code: list[str]) -> Applicability:
 
 @lru_cache(maxsize=256)
 def _broken(dist: str, specifiers: str) -> frozenset[str]:
-    """Return the known releases that match these specifiers."""
     from packaging.specifiers import SpecifierSet
 
     admits = SpecifierSet(specifiers, prereleases=True)
@@ -162,7 +164,7 @@ def judge_live(target: Target, module: ModuleType, function: Any = None) -> Appl
 
 @contextmanager
 def _silent(module: ModuleType) -> Iterator[None]:
-    """Silence the module's logger, so that hooks that a probe calls with stubs do not write to the engine's log."""
+    """Silence the module's logger. A probe calls hooks with stubs. The hooks must not write to the engine's log."""
     logger = getattr(module, "logger", None)
     before = getattr(logger, "disabled", None)
     if logger is None or before is None:

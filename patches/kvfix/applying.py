@@ -1,8 +1,8 @@
 """Apply and remove the wrappers of the fixes and of the connector events.
 
 Each group of a fix is one transaction. kvfix judges all functions of a fix before it wraps any (`kvfix.applicability`).
-Before the import of a module, kvfix judges its functions by the file. After the import, kvfix judges them again, and
-unwraps the group if a function is refused. Each function has one `WrappedFunction`, which holds all its wrappers.
+Before the import of a module, kvfix judges the module's functions by the file. After the import, kvfix judges the
+functions again, and unwraps the group if a function is refused. Each function's wrappers are in one `WrappedFunction`.
 """
 
 import inspect
@@ -71,7 +71,7 @@ def remove_all() -> None:
 
 
 def _settle(fix: Fix, imported: str) -> None:
-    """Wrap the functions of this fix. If the fix is unwanted or refused, unwrap them. imported: name of the module."""
+    """Wrap the fix's functions, or unwrap them if the fix is unwanted or refused. imported: the imported module."""
     is_taken = session.config is not None and session.config.takes(fix.code, fix.opt_in)
     if not is_taken or fix.code in session.held_back:
         for target in fix.targets:
@@ -141,7 +141,7 @@ def _wrapped(target: Target, module: ModuleType) -> WrappedFunction:
     key = (target.module, target.function)
     if key not in session.wrapped:
         found = installed_source.live_function(module, target.function)
-        assert found is not None  # judge_live has found it
+        assert found is not None  # judge_live has found the function
         session.wrapped[key] = WrappedFunction(*found)
     return session.wrapped[key]
 
@@ -204,6 +204,5 @@ def _is_gone(wrapped: WrappedFunction, module: ModuleType, function: str) -> boo
 
 
 def _source(function: Any) -> tuple[str, str]:
-    """Return the file and the name from the function's code."""
     code = getattr(function, "__code__", None)
     return (code.co_filename, code.co_name) if code is not None else ("", "")

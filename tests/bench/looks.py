@@ -2,8 +2,8 @@
 
 No look may find anything wrong, and every round of the same requests must have equal answers. The engine and `kvfix
 look` have one core each, and the engine has one thread for kernels. The bench measures how long a look stops a thread
-of the engine, without waits for a core, but at least the processor time that `kvfix look` uses for the stop. The bench
-also measures the processor time of the code that `kvfix look` runs in the engine's main thread.
+of the engine, without waits for a core. If `kvfix look` uses more processor time for the stop, this time counts. The
+bench also measures the processor time of the code that `kvfix look` runs in the engine's main thread.
 """
 
 import os

@@ -32,7 +32,7 @@ result = [own.seconds, thread_time() - started]
 
 
 def measure() -> Iterator[Row]:
-    # run both in turn, so that a slow moment of the host slows down both
+    # run the two programs in turn, so that a slow moment of the host slows down both programs
     times = [(run("pass"), run("import kvfix; kvfix.apply()")) for _ in range(PAIRS)]
     bare, with_kvfix = map(median, zip(*times, strict=True))
     yield Row("import kvfix; kvfix.apply()", with_kvfix - bare, "ms", f"python -c pass {bare:.1f} ms", at_most=15)

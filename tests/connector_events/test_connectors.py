@@ -25,7 +25,6 @@ def play_all() -> dict[str, dict[str, list[str]]]:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     def functions(cls: type) -> dict[str, Any]:
-        """Return {hook: function}, without the hooks that only vLLM's base class defines."""
         found = {name: inspect.getattr_static(cls, name, None) for name in HOOKS}
         return {name: each for name, each in found.items() if each is not vars(KVConnectorBase_V1).get(name)}
 

@@ -31,7 +31,7 @@ class Fault(Exception):
 
 
 class Plan:
-    """Counts runs of each line of the fix `code`. Raises at run number `time` of `line`. always: at later runs too."""
+    """Counts runs of each line of the fix `code`. Raises at run number `time` of `line`. always: also at later runs."""
 
     def __init__(self, code: str = "", line: Line | None = None, time: int = 0, always: bool = False) -> None:
         self.code, self.line, self.time, self.always = code, line, time, always
@@ -112,7 +112,7 @@ def traced(inner: bool) -> Iterator[None]:
 
 
 def raising(code: str, function: Function, inner: bool = False) -> Function:
-    """Wrap a function of this fix, so that it raises at the planned line. inner: the engine itself calls it."""
+    """Wrap a function of this fix. The wrapper raises at the planned line. inner: the engine calls the function."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -176,7 +176,7 @@ def _with_faults(wrap: Function) -> Function:
     return with_faults
 
 
-#: Rules that may be violated if a fix fails closed, because a load is too short or chunks are not stored or not found.
+#: A fix that fails closed may violate these rules: a load is too short, or chunks are not stored or not found.
 CLOSED = ("LAB002", "LAB004", "LAB006")
 #: Fixes whose failure makes prefill write nothing. Decode then drops the load at a timeout after the schedule's end.
 UNTIL_TIMEOUT = ("KVF321", "KVF322", "KVF323", "KVF352")

@@ -46,7 +46,7 @@ def fault(
     """Register a fault for the setups `on`. at: path from the engine to the replaced method (`*`: each list item).
 
     With `at`, `plant` gets the engine, the method and its arguments. Without `at`, `plant` gets only the engine.
-    options: {setup, with `_` for `-`: its changed options}. The key `every` is for all other setups.
+    options: {setup: changed options}. In a setup's name, `_` stands for `-`. The key `every` is for all other setups.
     """
     by_setup = {name.replace("_", "-"): each for name, each in options.items()}
 
@@ -210,11 +210,11 @@ OF_RANKS = steps(
     do.run(),
 )
 _FORGET = do.run(), do.step(5), [do.on(engine, "reset_prefix_cache") for engine in ("prefill", "decode")]
-#: Decode gets a prompt three times. Its KV is first in prefill, then in decode's second connector, and then in both.
+#: Decode gets a prompt three times. The KV is first in prefill, then in decode's second connector, then in both.
 OF_MULTI = steps(
     [do.ask("a", prompt(100), 5), _FORGET],
     [do.ask_decode("b", prompt(100), 5), _FORGET],  # the second connector has this prompt
-    [do.ask("c", prompt(100), 5), do.run(), do.step(3)],  # both have this prompt
+    [do.ask("c", prompt(100), 5), do.run(), do.step(3)],  # prefill and the second connector have this prompt
 )
 #: vLLM frees the blocks before a sliding window while a store is in flight.
 _FREED = {each.slug: each for each in scenarios()}["mp-window-freed-while-stored"]

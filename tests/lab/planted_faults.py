@@ -318,7 +318,7 @@ for name, schedule, options in (
     row(name, "scheduler._preempt_request", _keeps_computed, "LAB001", "KVR011", schedule=schedule, every=options)
 PAUSE = steps(BEGUN, do.pause(), do.admit("second", prompt(100, seed=1)), do.step(3), do.unpause(), do.run())
 row("a_pause_never_ends", "unpause", lambda *_: None, "LAB003 is WAITING for ever", schedule=PAUSE)
-#: Load new weights, and so drop all KV, while a request runs.
+#: Load new weights while a request runs. The engine then drops all KV.
 NEW_WEIGHTS = steps(
     [do.admit("first", prompt(200), max_tokens=30), do.step(12), do.new_weights(), do.run()],
     [do.serve("again", prompt(200), max_tokens=3), do.settle()],
@@ -339,7 +339,7 @@ row(
     lambda engine, _, name, key: next(reversed(engine.connector.cache_engines[0].fetched[name].values())),
     "LAB001 the step reads", on=V1, v1={"lmcache": {"enable_async_loading": True}},
 )  # fmt: skip
-#: Play two requests. A decode instance gets the KV of "prefill". LMCache must not store "skip_save".
+#: Play two requests. A decode instance gets the KV of request "prefill". LMCache must not store request "skip_save".
 FOR_DECODER = steps(
     do.serve(name, prompt(100, seed), max_tokens=2, sampling={"extra_args": {"kv_transfer_params": CONFIGURED[name]}})
     for seed, name in enumerate(("prefill", "skip_save"), 1)

@@ -71,19 +71,19 @@ def test_with_fixes(slug: str, release: str, once: Once) -> None:
         return
     assert each["outcome"] in ("clean", "not-applicable"), each
     if each["outcome"] == "clean" and each["expected"] == "violated":
-        # A pair of engines may store nothing, but then it has a lease or an abort. A scenario with sessions has inputs.
+        # A pair of engines may store nothing, but then the pair has a lease or an abort. Sessions have inputs.
         done = ("stored_tokens", "finished", "leases", "aborted", "aborts", "inputs")
         assert sum(each["counts"].get(name, 0) for name in done) > 0, "nothing was tested"
 
 
 def test_a_fix_acts_in_the_scenarios_of_its_bug(once: Once) -> None:
     found = {slug: each["acted"] for (slug, fixes), each in played(once, "0.5.6").items() if fixes}
-    # In this scenario KVF322 drops the load. So no registration raises, and KVF325 does not act.
+    # KVF322 drops the load in the scenario below. So no registration raises, and KVF325 does not act.
     assert {slug for slug, counts in found.items() if not all(counts.values())} <= {"nixl-push-thread-loses-notices"}
     assert len({code for counts in found.values() for code in counts}) > 60
 
 
-#: {scenario whose bug kvfix sees in hook calls, but with no release in PLAYED: reason}
+#: {scenario: reason}. kvfix sees the scenario's bug in hook calls, but with no release in PLAYED.
 NOT_HERE = {
     "resume-is-not-known": "0.3.9 has it, which `make matrix` plays",
     "mp-abort-while-prefetching-in-tree": "the client of 0.4.6 keeps nothing of a lookup that was not answered",
@@ -113,7 +113,6 @@ def test_the_report_has_the_rule_and_names_the_fix(scenario: Scenario, release: 
 
 
 def test_all_that_hooks_show_is_reported() -> None:
-    """Each visible scenario is in SHOWN or in NOT_HERE. Each fix of a visible scenario has a rule as evidence."""
     assert {each.slug for each, _ in SHOWN} == {each.slug for each in VISIBLE} - set(NOT_HERE)
     assert {code for scenario in VISIBLE for code in scenario.fixes} <= {
         fix.code for fix in catalogue.fixes() if any(rule.startswith("KVR") for rule in fix.evidence)

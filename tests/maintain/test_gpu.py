@@ -72,7 +72,7 @@ def test_the_bundle_has_wheels_and_scripts(wheel: Path, tmp_path: Path, monkeypa
         bundle.make(tmp_path / "large", [wheel])
 
 
-#: The program of a stage. It appends the stage's name to a file, prints a step, and exits with the name as its code.
+#: The program of a stage appends the stage's name to a file, prints a step, and exits with the name as exit code.
 FAKE = """
 import json, sys, threading
 name = sys.argv[1]

@@ -26,7 +26,7 @@ from tests.healthy import events, violated
 #: Seeds of random schedules without faults. With LMCache 0.3.10, only seed 22 violates no rule.
 SEEDS = (*range(5), 22)
 FAULTY = 4
-#: {code of a fix: other fixes to apply, because requests of the fix's scenarios never end without them}
+#: {code of a fix: other fixes to apply}. Without the other fixes, requests of the fix's scenarios never end.
 BESIDE = {"KVF325": ["KVF322"]}
 
 
@@ -62,7 +62,7 @@ def git_apply(patch: Path, released: Sequence[Path], folder: Path, *options: str
 
 
 def link(released: Sequence[Path], folder: Path) -> None:
-    """Add links for all other files of the package and of the tests, so that `folder` has both completely."""
+    """Add links to the other files of each package that has a patched file, and to the other files of `tests`."""
     release, *tests = released
     (folder / "tests").mkdir(exist_ok=True)
     parents = {parent for file in folder.rglob("*.py") for parent in file.relative_to(folder).parents}
@@ -75,7 +75,7 @@ def link(released: Sequence[Path], folder: Path) -> None:
 
 
 def prefer(folder: Path) -> None:
-    """Unload modules with a copy in `folder`, and modules of _OURS that import them. Python then imports the copies."""
+    """Unload modules with a copy in `folder`, and modules of _OURS that import these modules. Python imports copies."""
     for name, module in list(sys.modules.items()):
         place = folder / name.replace(".", "/")
         if "__path__" in vars(module) and place.is_dir() and _is_own(place, folder) and not _is_test(name):
@@ -260,7 +260,7 @@ def status_of(code: str, dist: str) -> str:
     """Return kvfix's status of a fix, by fingerprint and probe. This process has imported the patched copy."""
 
     def judge(target: Target) -> applicability.Applicability:
-        if installed_source.source_file(target.dist, target.module) is None:  # this release has no such module
+        if installed_source.source_file(target.dist, target.module) is None:  # this release does not have the module
             return applicability.judge(target)
         return applicability.judge_live(target, import_module(target.module))
 
@@ -296,7 +296,7 @@ def _digest(events: list[Any]) -> str:
 
 
 def healthy(connector: str, fixes: list[str]) -> list[str]:
-    """Play plain schedules with these fixes. Return for each a digest of its events, or "" if a rule is violated."""
+    """Play plain schedules with these fixes. Return a digest of each schedule's events, or "" if a rule is violated."""
     with fuzzer(fixes) as (draw, play):
         played = [play(draw(seed, connector, plain=True)) for seed in SEEDS]
     return ["" if violated(each) else _digest(events(each)) for each in played]

@@ -1,4 +1,4 @@
-"""Upstream patches apply to newer vLLM releases too. If one does not, add `vllm-<release>.patch` next to it."""
+"""Upstream patches apply to newer vLLM releases too. If a patch does not, add `vllm-<release>.patch` next to it."""
 
 from pathlib import Path
 

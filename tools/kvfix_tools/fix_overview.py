@@ -30,7 +30,7 @@ _CONNECTORS = {
     "vllm.distributed.kv_transfer.kv_connector.v1.mooncake": "MooncakeConnector",
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading": "OffloadingConnector",
 }
-#: {another name that vLLM has for a connector: the connector's name in _CONNECTORS}
+#: {alias of a connector in vLLM: name of the connector in _CONNECTORS}
 _ALIASES = {
     "LMCacheConnectorV1Dynamic": _V1,
     "NixlPullConnector": "NixlConnector",
@@ -40,7 +40,7 @@ KNOWN = sorted({name for name in _CONNECTORS.values() if name} | set(_ALIASES))
 
 
 def connectors(fix: Fix) -> frozenset[str]:
-    """Return the connectors that have the bug; empty if the bug is in vLLM itself and concerns every connector."""
+    """Return the connectors that have the bug. Return an empty set if the bug concerns every connector."""
     modules = {target.module for target in fix.targets if not target.helper}
     prefixes = [[each for each in _CONNECTORS if module.startswith(each)] for module in modules]
     found = frozenset(_CONNECTORS[max(each, key=len, default="vllm.v1.core.")] for each in prefixes)

@@ -25,7 +25,7 @@ Fixing = Callable[[ModuleType], Wrapper]
 SECTIONS = ("Symptom", "Cause", "Fix")
 #: The sections for a bug that kvfix cannot fix.
 SECTIONS_UNFIXABLE = ("Symptom", "Cause", "Workaround")
-#: Only opt-in fixes have this section. It describes a cluster in which only some of the engines have the fix.
+#: Only opt-in fixes have this section. The section describes a cluster in which only some engines have the fix.
 MIXED_ROLL_OUT = "Mixed roll-out"
 #: The facts in the list at the docstring's end, in this order. If the docstring lacks a fact, `Fix` derives the fact.
 FACTS = ("Releases", "Upstream", "Remove when")
@@ -54,7 +54,7 @@ class Target:
         the module. With None, the target only shows whether the bug exists. Another target may then contain the fix.
     order: position of the wrapper around the function. The wrapper with the lowest order is the innermost.
     helper: True if the fix needs this function, but the bug is in another function.
-    copy: name of the copy of the code to which this function belongs, if the code exists in several copies. "" means
+    copy: if the code exists in several copies, the name of the copy that has this function. "" means
         that all copies use this function. kvfix wraps all functions of a copy or none (kvfix.applicability).
     """
 

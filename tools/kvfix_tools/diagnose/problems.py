@@ -116,7 +116,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return Answer(sentence, line.request, sure=self.certain and not nearly)
 
     def gives_way(self, records: list[Problem], line: LogLine) -> bool:
-        """Return True if one of `records` is more specific, or if this record `quotes` and one of them does not."""
+        """Return True if one of `records` is more specific, or if this record quotes and one of `records` does not."""
         if self.quotes and any(not each.quotes for each in records):
             return True
         own = [each for each in self.shows if fits(each, line) is not None]
@@ -200,7 +200,7 @@ def _index() -> tuple[BytesAhoCorasick, list[_Numbered], dict[str, _Numbered]]:
     """Return an index (search, signs, others) of the signs of all records that are not general.
 
     The key of a sign is the longest fixed part of its text, or else its field `source`. `search` finds the keys in a
-    line. `signs` has the signs for each key. `others`: {exception class, or "" for any class: signs without a key}.
+    line. `signs` has the signs for each key. `others` has the signs without a key, by exception class ("": any).
     """
     by_part: dict[bytes, _Numbered] = {}
     others: dict[str, _Numbered] = {}

@@ -139,7 +139,7 @@ def _of_statement(place: str) -> frozenset[str]:
     if path.rpartition("/")[2] != "core.py":
         return frozenset()
     places = (each for row in statements.known()["vllm"] if row.message == "fatal" for each in row.lines.items())
-    # EngineCoreProc has the first of a release's statements, and logs a failed start _BEFORE lines above it.
+    # EngineCoreProc has the first of a release's statements, and logs a failed start _BEFORE lines above this one.
     return frozenset(release for release, lines in places if int(line) in (*lines, min(lines) - _BEFORE))
 
 

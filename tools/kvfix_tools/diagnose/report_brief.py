@@ -1,4 +1,4 @@
-"""Write a summary of a log in at most 8 kB, for a person or a language model, and a bug report with the summary.
+"""Summarize a log in at most 8 kB, for a person or a language model. Write a bug report with the summary.
 
 A user can post both texts in public, because they contain no prompt, no secret, no host name and no local path.
 """
@@ -81,7 +81,6 @@ def issue(log: Diagnosis, findings: list[LogFinding]) -> str:
 
 
 def _title(log: Diagnosis, found: LogFinding | None) -> str:
-    """Return a title. Only the title of a crash names the process and its failure."""
     if found is None or found.is_note:
         return "No failure was found in the log"
     first = log.failures.first
@@ -94,7 +93,6 @@ def _title(log: Diagnosis, found: LogFinding | None) -> str:
 
 
 def _threads(log: Diagnosis, found: LogFinding) -> list[str]:
-    """Return the addresses of bug reports, from the finding's record and from the section Upstream of its fixes."""
     upstream = [url for fix in advice.fixes(log, found) for url in _URL.findall(fix.section("Upstream"))]
     return [*found.rule.threads, *upstream]
 

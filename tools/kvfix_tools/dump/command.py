@@ -14,7 +14,7 @@ from kvfix_tools.dump import gather, processes
 
 
 def dump(pid: int, out: Path, json: bool) -> int:
-    """Write a bundle. Return 2 if this fails or no process `pid` exists, 77 if no process is readable, else 0."""
+    """Write a bundle. Return 2 if the write fails or no process `pid` exists, 77 if no process is readable, else 0."""
     tree = processes.tree(pid)
     if not tree:
         return screen.error(f"kvfix dump: there is no process {pid}")

@@ -112,11 +112,11 @@ def main_frames(threads: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def where(threads: list[dict[str, Any]], connectors: list[dict[str, Any]]) -> str:
-    """Return the running hook, its duration (if the recorder has it), and the current line; "" without a hook."""
+    """Return the running hook, its recorded duration, and the current line. Return "" without a running hook."""
     frames = main_frames(threads)
     line = f", at {frames[0]['name']} ({frames[0]['filename']}:{frames[0]['line']})" if frames else ""
     inside = [each for each in connectors if each.get("inside")]
-    if inside:  # the hook that began last is the innermost one
+    if inside:  # the hook that began last is the innermost hook
         last = min(inside, key=lambda each: each["seconds"])
         return f"in {last['inside']} of {last['name']} for {last['seconds']:.1f} s{line}"
     for frame in frames:

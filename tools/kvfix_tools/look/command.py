@@ -71,7 +71,7 @@ def enough(looker: looking.Looker) -> list[Look]:
         time.sleep(max(0.0, PAUSE - (time.monotonic() - looks[-1].at)))
         looks.append(_between_steps(looker))
         if _in_step(looks[0]) and not _in_step(looks[-1]):
-            del looks[0]  # its queues are incomplete, so kvfix cannot compare them with later queues
+            del looks[0]  # kvfix cannot compare the incomplete queues of the first look with later queues
     return looks
 
 

@@ -1,8 +1,9 @@
 """Run code in the main thread of another Python process, between two bytecodes of the thread.
 
 Between two bytecodes, Python runs the calls that `Py_AddPendingCall` has queued. `Py_AddPendingCall` takes one short
-lock, but neither the GIL nor memory, so kvfix can call this function wherever the thread has stopped. kvfix queues a
-call of `PyRun_SimpleString` with a line that executes a file. In Python 3.14, `sys.remote_exec` does this (PEP 768).
+lock, but does not take the GIL or allocate memory. So kvfix can call this function wherever the thread has stopped.
+kvfix queues a call of `PyRun_SimpleString` with a line that executes a file. In Python 3.14, `sys.remote_exec` executes
+the file (PEP 768).
 
 A thread that waits in a system call (a lock, a socket) reaches no bytecode. If the thread waits without the GIL, kvfix
 makes the thread take the GIL and run the line, as a callback from C does. The lines are in a page that kvfix maps.
@@ -27,7 +28,7 @@ _PAGE, _SLOTS, _SLOT = 0x6B7600000000, 16, 256
 _LONGEST = 60.0  # time limit in seconds for the code, after it has begun
 _FOLDERS = ("/tmp", "/dev/shm")  # for the script and the answer
 _SCRIPT = r"(/tmp|/dev/shm)/kvfix-look-\d+-\w+"
-#: The script runs the code only if it can rename the token file. After `seconds`, the caller removes the token file.
+#: The script runs the code only if the token file can be renamed. After `seconds`, the caller removes the token file.
 _CODE = """
 import os
 script, token, code = {script!r}, {token!r}, {code!r}
@@ -52,7 +53,7 @@ else:
     os.rename(answer, token + ".answer")
 """
 #: After a timeout, the call stays in the queue, so kvfix replaces the script by this code. The code clears the path in
-#: the page and removes the script. If the code runs during a later `run`, that `run` sees this and makes a new script.
+#: the page and removes the script. If the code runs during a later `run`, that `run` makes a new script.
 _GIVEN_UP = f"import ctypes, os; ctypes.memset({_PAGE}, 0, 1); os.unlink({{script!r}})"
 
 
@@ -154,7 +155,7 @@ def _put(process: Process, script: str, line: str) -> int:
 
 
 def _remote_exec(process: Process, folder: SharedFolder, path: str, line: str) -> bool:
-    """Use `sys.remote_exec`. Return False if it fails. Both processes need the same Python, 3.14 or later."""
+    """Use `sys.remote_exec`. Return False if the call fails. Both processes need the same Python, 3.14 or later."""
     remote_exec = getattr(sys, "remote_exec", None)
     if remote_exec is None or process.python() != f"{sys.version_info[0]}.{sys.version_info[1]}":
         return False
@@ -167,7 +168,7 @@ def _remote_exec(process: Process, folder: SharedFolder, path: str, line: str) -
 
 
 def _new_script(process: Process) -> tuple[SharedFolder, str]:
-    """Return a folder that the process can see and kvfix can write, and the path of a new script in it."""
+    """Return a folder that the process can see and kvfix can write, and the path of a new script in the folder."""
     for place in _FOLDERS:
         with suppress(OSError):
             folder, script = process.folder(place), f"{place}/kvfix-look-{process.pid}-{secrets.token_hex(8)}"

@@ -36,7 +36,7 @@ LEFT_OUT = {
     "vllm/third_party/tml_fa4/*": "FlashAttention 4",
     "vllm/vllm-rs": "the server in Rust. The stages use the one in Python",
 }
-#: {files to move into a separate wheel, because vLLM's wheel exceeds the limit of a folder: name of the new wheel}
+#: {files of vLLM's wheel: name of the separate wheel with these files}. The whole wheel exceeds LIMIT.
 APART = {
     "vllm/_C_stable_libtorch.*": "vllm_operations",  # swap_blocks_batch, and operations that every model runs
     # On CUDA, vLLM imports FlashAttention 2 or 3 for all attention backends (0.26.0
@@ -54,7 +54,7 @@ def download(folder: Path) -> None:
 
 
 def make(folder: Path, wheels: list[Path]) -> dict[str, int]:
-    """Copy wheels and scripts to subfolders. Return {subfolder: bytes}. Raise ValueError if one is above LIMIT."""
+    """Copy wheels and scripts to subfolders. Return {subfolder: bytes}. Raise ValueError if a folder is above LIMIT."""
     for wheel in wheels:
         into = folder / FOLDERS.get(wheel.name.partition("-")[0], "1")
         into.mkdir(parents=True, exist_ok=True)
@@ -95,7 +95,7 @@ def split(wheel: Path, folder: Path, left_out: dict[str, str], apart: dict[str, 
             content[f"{info}/WHEEL"] = parts[name][f"{name}-{version}.dist-info/WHEEL"]
             content[f"{info}/METADATA"] = f"Metadata-Version: 2.1\nName: {part}\nVersion: {version}\n".encode()
         content[f"{info}/RECORD"] = b""
-        rows = (f'"{file}",,\n' for file in content)  # quoted, because names in vLLM have commas. pip needs no hash
+        rows = (f'"{file}",,\n' for file in content)  # quoted, because file names can have commas. pip needs no hash
         content[f"{info}/RECORD"] = "".join(rows).encode()
         written.append(folder / f"{part}-{version}-{tag}.whl")
         with zipfile.ZipFile(written[-1], "w", zipfile.ZIP_DEFLATED) as out:

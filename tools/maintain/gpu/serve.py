@@ -124,7 +124,7 @@ def load(port: int, requests: int, clients: int, seed: int) -> float:
 
 
 def verify(done: stages.Steps, folder: Path, device: str, servers: dict[str, Any]) -> None:
-    """Run `kvfix verify`. On CUDA it must exit with 1 (wrong KV) without the fixes, and with 0 with the fixes."""
+    """Run `kvfix verify`. On CUDA, the exit code must be 1 (wrong KV) without the fixes, and 0 with the fixes."""
     for mode, what, code in (("off", "as released", int(device == "cuda")), ("fix", "with fixes", 0)):
         url, seconds = f"http://localhost:{servers[mode][0]}", str(VERIFIED[device])
         command = [*KVFIX, "verify", url, "--seconds", seconds, "--json"]

@@ -1,6 +1,6 @@
 """EngineCore dies with `Mismatch in tokens to load`: LMCache promises a cached hit without subtracting computed tokens.
 
-Symptom: EngineCore dies with one of these:
+Symptom: EngineCore dies with one of these errors:
 
 - `AssertionError: Mismatch in tokens to load: 256 vs 256 (tokens in lmcache) - 336 (tokens in vllm) - 0 (full lmcache
   hits subtracts last token to recalculate logits) for request ...`
@@ -9,12 +9,12 @@ Symptom: EngineCore dies with one of these:
 At the second lookup of the request, LMCache may log: `LMCache hit tokens: 256, need to load: -80`.
 
 Cause: At the first `get_num_new_matched_tokens` of a request, the lookup client caches the hit. If there are too few
-free blocks, vLLM calls the function again. The second call returns the cached hit. It subtracts neither the computed
-tokens nor the last token of a full hit, which vLLM must recompute. `update_state_after_alloc` compares the promise with
-the LoadSpec, and raises.
+free blocks, vLLM calls the function again. The second call returns the cached hit. This call subtracts neither the
+computed tokens nor the last token of a full hit, which vLLM must recompute. `update_state_after_alloc` compares the
+promise with the LoadSpec, and raises.
 
 Fix: The correct result is `max(0, hit - computed - (1 if the hit is the whole request else 0))`. If LMCache returns
-another number, the fix returns the correct result and makes the LoadSpec match it.
+another number, the fix returns the correct result and makes the LoadSpec match the result.
 - Releases: LMCache 0.3.10 only. Earlier releases do a lookup in every call. 0.3.10.post1 subtracts from the cached hit.
 - Upstream: https://github.com/LMCache/LMCache/issues/2158 (also 2090, 2091, 2159), fixed in 0.3.10.post1.
 """

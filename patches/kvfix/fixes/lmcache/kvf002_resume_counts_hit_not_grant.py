@@ -5,7 +5,7 @@ Symptom: EngineCore dies in `build_connector_meta` when a preempted request is r
 - `... but max(lmcache_cached_tokens, vllm_cached_tokens) = 1024`, or `... but lmcache_cached_tokens 512`
 - `AssertionError: Request ... is preempted but was not given a load spec`
 
-LMCache 0.3.10 does not raise. It stores chunks for a token list with a gap, and no request ever hits these chunks.
+LMCache 0.3.10 does not raise, but stores chunks for a token list with a gap, and no request ever hits these chunks.
 
 Cause: The LoadSpec holds the number of the request's tokens that LMCache has. On a resume, the connector asserts that
 vLLM has computed exactly this number of tokens. The two numbers differ in five cases. First, the connector promised

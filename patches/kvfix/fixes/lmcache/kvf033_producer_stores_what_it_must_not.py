@@ -1,9 +1,9 @@
 """A kv_producer stores the prompt of a request although the request asks for `lmcache.skip_save`.
 
-Symptom: The only log line of the request is `Storing KV cache for ...`. Later requests hit its chunks.
+Symptom: The only log line of the request is `Storing KV cache for ...`. Later requests hit the stored chunks.
 
-Cause: A request whose KV must not be stored still has metadata if LMCache looked it up. A kv_producer stores every
-request that has metadata, even if the request names no decoder (0.5.6 vllm_v1_adapter.py:1152).
+Cause: A request whose KV must not be stored still has metadata if LMCache did a lookup for the request. A kv_producer
+stores every request that has metadata, even if the request names no decoder (0.5.6 vllm_v1_adapter.py:1152).
 
 Fix: The worker does not store a request with `lmcache.skip_save`, unless the request names a decoder (`disagg_spec`).
 - Remove when: `wait_for_save` of a kv_producer checks whether a request names a decoder before it ignores `can_save`.

@@ -26,7 +26,7 @@ def fix(client: Any, token_ids: Any, lookup_id: str, request_configs: dict[str, 
 
 def shows_bug(hook: Any, client: Any) -> bool:
     """Look up a request with a setting that is `True`. With the bug, the worker cannot decode the message."""
-    import msgspec  # the client has imported it
+    import msgspec  # the client has already imported msgspec
 
     sent: list[bytes] = []
     keys = stubs.Stub(process_tokens=lambda *_, **__: [(0, 16, 1)])

@@ -36,7 +36,7 @@ class Stored:
     request: str
     first: int  # the token at which the first block begins
     blocks: list[int]
-    computed: int  # computed tokens after the request's last step. `step` passes them to `leave` when the request ends
+    computed: int  # computed tokens after the request's last step, for `leave` when the request ends
 
     def leave(self, computed: int) -> list[int]:
         """Remove and return the blocks that vLLM frees when the request has this number of computed tokens."""

@@ -8,7 +8,7 @@ Symptom: The decode engine logs nothing. The client gets HTTP 200 and text that 
 
 Cause: get_num_new_matched_tokens promises the prompt to every request that names remote blocks (pull_scheduler.py
 0.32.0:60). Prefill frees the blocks when the first read is reported (pull_worker.py 0.32.0:688). Other requests then
-use the blocks, and the second decode request reads the KV of these requests.
+use the blocks, and the second decode request reads the KV of the other requests.
 
 Fix: In each decode engine, only the first decode request for a prefill request reads the blocks. A later request with
 the same remote_engine_id and remote_request_id computes its prompt itself, and sends no notice to prefill. The fix does
@@ -30,7 +30,7 @@ promise_once, arrive_once = _prefills.for_the_first(_prefill)
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Look up two requests for one prefill. With the bug, both get its tokens."""
+    """Look up two requests for one prefill. With the bug, both requests get the prefill's tokens."""
     return _prefills.promised_twice(hook, _nixl.scheduler_side(), **_nixl.remote_prefill(32).kv_transfer_params)
 
 

@@ -25,7 +25,7 @@ from kvfix.fixes.api import GO_ON, Any, Fix, Steps, View, engine_log, fix_after,
 #: Names of attributes. _REQUESTS: the worker's set of requests with a failed load. _STORES: the failed stores, in the
 #: worker's report and in the scheduler.
 _REQUESTS, _STORES = "_kvfix_failed_requests", "_kvfix_failed_stores"
-#: Attribute of the metadata. It exists only if the scheduler has its part of the fix.
+#: The metadata has this attribute only if the scheduler has its part of the fix.
 _TOLD = "_kvfix_knows_failed_copies"
 
 tells_worker = _offloading.tells_worker(_TOLD)
@@ -35,7 +35,7 @@ aggregate = _offloading.combines_reports(_STORES, "completed_store_events")
 
 
 class _Noting:
-    """The queue of a copy thread. It remembers the last item that the thread took."""
+    """The queue of a copy thread. `item` is the last item that the thread took."""
 
     item: Any = None
 
@@ -157,7 +157,7 @@ def _stores_failed(scheduler: Any, output: Any, *_: Any, **__: Any) -> Any:
     on_fault=_stores_failed,
 )
 def update_connector_output(scheduler: Any, output: Any) -> Steps:
-    """After a failed load, evict its blocks from the cache in CPU memory, so that no request finds the blocks."""
+    """Evict the blocks of a failed load from the cache in CPU memory, so that no request finds these blocks."""
     stores = getattr(output.kv_connector_worker_meta, _STORES, ())
     setattr(scheduler, _STORES, getattr(scheduler, _STORES, set()).union(stores))
     loads = [scheduler._reqs_to_load[name] for name in output.failed_recving if name in scheduler._reqs_to_load]

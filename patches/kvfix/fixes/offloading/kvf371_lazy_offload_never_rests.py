@@ -24,7 +24,7 @@ def prepare_store_specs(scheduler: Any, output: Any) -> Steps:
     if output.total_num_scheduled_tokens:
         setattr(scheduler, _STORED, 0)
         return (yield)
-    if stored >= scheduler.num_cpu_blocks - 1:  # one is the null block
+    if stored >= scheduler.num_cpu_blocks - 1:  # one CPU block is the null block
         return [], [], [], None
     answer = yield
     setattr(scheduler, _STORED, stored + len(answer[0]))

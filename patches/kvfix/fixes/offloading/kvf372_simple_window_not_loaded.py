@@ -7,7 +7,7 @@ SlidingWindowSpec). A hit in the CPU memory has only the window (`_contiguous_bl
 single_type_kv_cache_manager.py 0.32.0:943). vLLM allocates a block in front of the window, but the connector loads
 nothing into the block (simple_kv_offload/manager.py 0.32.0:484). After the load, vLLM caches the block nevertheless.
 
-Fix: The fix also loads the blocks in front of the window. If the CPU memory lacks one of them, there is no hit.
+Fix: The fix also loads the blocks in front of the window. If the CPU memory lacks one of these blocks, there is no hit.
 - Remove when: `find_longest_cache_hit` counts `extra_retained_tokens`, or vLLM no longer caches blocks without KV.
 """
 

@@ -56,7 +56,7 @@ def _bad(scheduler: Any, failed: Collection[int]) -> set[int]:
 
 
 def _give_up(scheduler: Any, event: int, *_: Any, **__: Any) -> Any:
-    """Free all blocks of the store. No request finds them."""
+    """Free all blocks of the store. No request finds these blocks."""
     transfer = scheduler._store_event_to_blocks.get(event)
     if transfer is not None:
         scheduler._in_flight_store_gpu_blocks.difference_update(transfer.gpu_block_ids)
@@ -84,7 +84,7 @@ def _part(transfer: Any, wanted: Callable[[int], bool]) -> Any:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """End the store of block 3 in the step in which its load fails. With the bug, later requests find the block."""
+    """In one step, let the load of block 3 fail and end its store. With the bug, later requests find the block."""
     found: list[Any] = []
     block = stubs.Stub(
         block_id=3, block_hash=b"key", block_hash_num_tokens=16, is_null=False, ref_cnt=1, reset_hash=lambda: None

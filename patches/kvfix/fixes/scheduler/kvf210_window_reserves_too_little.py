@@ -3,9 +3,9 @@
 Symptom: The log has `Running: 0 reqs, Waiting: N reqs` for ever, no throughput, no error. The model has layers of full
 attention and of sliding windows (Gemma, gpt-oss), the connector loads between steps, and the KV cache is nearly full.
 
-Cause: In a sliding window, a request holds at most `max_admission_blocks_per_request` blocks at once. To get the number
-of blocks that the request may still need, vLLM subtracts from this limit all entries in the request's list
-(`get_num_blocks_to_allocate`, v1/core/single_type_kv_cache_manager.py 0.32.0:215-253). These entries include the null
+Cause: In a sliding window, a request holds at most `max_admission_blocks_per_request` blocks at once. From this limit,
+vLLM subtracts all entries in the request's list. The result is the number of blocks that the request may still need
+(`get_num_blocks_to_allocate`, v1/core/single_type_kv_cache_manager.py 0.32.0:215-253). The entries include the null
 blocks in front of the window, even the null blocks of a hit. For a hit longer than the limit, the result is 0.
 
 vLLM admits a new load if it fits into the blocks that are free and not reserved for the loads in flight (scheduler.py
@@ -13,8 +13,8 @@ vLLM admits a new load if it fits into the blocks that are free and not reserved
 free, while other loaded requests hold the missing blocks.
 
 Fix: The fix calls the function without the limit, and then limits the answer to `max_admission_blocks_per_request`
-minus the blocks that the request has in use. The fix wraps only the two managers that recycle blocks, because a wrapper
-in their base class would cost a twelfth of the scheduler's time with 256 requests.
+minus the blocks that the request has in use. The fix wraps only the two managers that recycle blocks. With 256
+requests, a wrapper in their base class would take a twelfth of the scheduler's time.
 - Releases: vLLM 0.20.2 to 0.33.0. Before 0.26, vLLM uses the limit only to check that a whole request fits.
 - Upstream: None known. For the reason of the limit, see https://github.com/vllm-project/vllm/issues/39734.
 - Remove when: `get_num_blocks_to_allocate` subtracts no null blocks from the limit.

@@ -39,9 +39,9 @@ def schedule(scheduler: Any, *_: Any, **__: Any) -> Steps:
 
 
 def _to_give_back(scheduler: Any) -> Any:
-    """Return the last loaded request, if another request that holds blocks needs this request's blocks to run."""
+    """Return the last loaded request if its blocks would let another request run, else None."""
     if any(request.is_finished() for request in scheduler.requests.values()):
-        return None  # a finished request frees its blocks when they are stored
+        return None  # a finished request frees its blocks when the blocks are stored
     ready, manager = [], scheduler.kv_cache_manager
     for request in scheduler.kv_holding_waiting:
         if request.status.name == _LOADING and request.request_id not in scheduler.finished_recving_kv_req_ids:

@@ -3,7 +3,7 @@
 Symptom: The log shows `Running: 1 reqs` or more for ever, without throughput and without an error. The model has Mamba
 or GDN layers (`mamba_cache_mode="align"`) and speculative decoding with several MTP modules, and the engine is busy.
 
-Cause: vLLM ends a chunk of a prompt where it keeps a state (`_mamba_block_aligned_split`, scheduler.py 0.32.0:443).
+Cause: vLLM ends a chunk of a prompt where vLLM keeps a state (`_mamba_block_aligned_split`, scheduler.py 0.32.0:443).
 Then vLLM shortens a chunk that ends less than `num_prefill_lookahead` tokens before the prompt's end
 (`_reserve_prefill_lookahead`, :570). vLLM does not shorten a chunk that ends at the prompt's end.
 
@@ -43,7 +43,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 def calls_it(hook: Any, module: Any) -> bool:
-    """Return True if `schedule` calls `_reserve_prefill_lookahead` by its name. Raise ValueError if it does not."""
+    """Return True if `schedule` calls `_reserve_prefill_lookahead` by its name, else raise ValueError."""
     if "_reserve_prefill_lookahead" not in inspect.unwrap(hook).__code__.co_names:
         raise ValueError("it calls no _reserve_prefill_lookahead")
     return True

@@ -8,12 +8,12 @@ ranks`. The log may also have one of these lines:
 - `Centralized cache sharing detected but PYTHONHASHSEED not set`
 - `P/D Disaggregation detected but PYTHONHASHSEED not set`
 
-Cause: `pre_caching_hash_algorithm` is `builtin` unless it is set (0.5.6 config.py:133), and Python salts the hash of
+Cause: `pre_caching_hash_algorithm` is `builtin` by default (0.5.6 config.py:133), and Python salts the hash of
 strings and bytes in each process. Up to 0.3.15 LMCache also hashes None. On Python 3.11 and earlier the hash of None is
 an address, so a fixed seed is not enough there. Python sets the seed at its start, before kvfix runs.
 
 Workaround: Set PYTHONHASHSEED=0 in the environment of every vLLM and LMCache process. Or set
-`pre_caching_hash_algorithm: sha256_cbor` in each LMCache's configuration. A process that shares no cache needs neither.
+`pre_caching_hash_algorithm: sha256_cbor` in each LMCache's configuration. Without a shared cache, no setting is needed.
 - Upstream: https://github.com/LMCache/LMCache/issues/2136, https://github.com/LMCache/LMCache/issues/2511
 - Remove when: LMCache's default hash is the same in all processes.
 """

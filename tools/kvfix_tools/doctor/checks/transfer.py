@@ -90,7 +90,7 @@ def _fields(packages: Packages) -> dict[str, list[str]]:
 
 
 def _choices(node: ast.AST, module: ast.Module | None) -> Iterator[str]:
-    """Yield the values that an annotation allows: a type such as `Literal[...] | None`, or an alias such as KVRole."""
+    """Yield the values that an annotation allows, for example `Literal[...] | None` or the alias KVRole."""
     for each in ast.walk(node):
         if isinstance(each, ast.Subscript) and ast.unparse(each.value).endswith("Literal"):
             constants = (one.value for one in ast.walk(each.slice) if isinstance(one, ast.Constant))

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvfix_tools.lab.options import Options
 
-#: {feature that changes how KV is counted or moved: function that tells if the options have the feature}
+#: {feature: function that checks if the options have the feature}. A feature changes how KV is counted or moved.
 FEATURES: dict[str, Callable[[Options], Any]] = {
     "drafts": lambda options: options.drafter,
     "drafts_of_ngram": lambda options: options.drafter == "ngram",
@@ -36,8 +36,9 @@ FEATURES: dict[str, Callable[[Options], Any]] = {
 }
 #: The counters. Some need an explanation:
 #: - full_steps: steps without a free block. busy_steps: steps with a transfer or a lookup in flight
-#: - ranks_apart: transfers that only some ranks have reported. ranks_differ: lookups with different results in ranks
-#: - steps_ahead: steps scheduled while an earlier step has no output. steps_in_flight: while two such steps exist
+#: - ranks_apart: transfers that only some ranks have reported. ranks_differ: lookups whose results differ by rank
+#: - steps_ahead: steps scheduled while an earlier step has no output
+#: - steps_in_flight: steps scheduled while two earlier steps have no output
 #: - null_objects_left_out: objects that the server did not store because all their blocks are null
 #: - last_blocks_dropped: hits of vLLM's prefix cache from which vLLM drops the last block because it uses EAGLE
 #: - not_to_store: requests that must not be stored

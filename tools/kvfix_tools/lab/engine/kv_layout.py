@@ -18,7 +18,7 @@ class KVGroup(NamedTuple):
     """A KV group.
 
     - window: number of tokens that a token attends to, including itself; 0: all tokens
-    - state: True if a block holds one Mamba state instead of KV. A block holds the state after its last token, and the
+    - state: True if a block holds one Mamba state instead of KV. A block holds the state after its last token. The
       last block of a request holds the state after the last computed token.
     """
 
@@ -40,7 +40,7 @@ class KVGroup(NamedTuple):
         return max(0, computed - self.window + 1) if self.window else 0
 
     def right(self, contents: list[int]) -> list[int]:
-        """Return the contents that this KV group's slots must have, if `contents` are those of KV group 0."""
+        """Return the contents that this KV group's slots must have, if `contents` are the contents of KV group 0."""
         if self.state:
             contents = contents[-1:] * len(contents)
         return [content ^ self.number for content in contents] if self.number else contents
@@ -88,7 +88,7 @@ def stored_objects(options: Options, windows: Sequence[int] = ()) -> list[Stored
 
 
 def page_bytes(options: Options) -> int:
-    """Return the number of bytes that the largest block of all KV groups has in one layer."""
+    """Return the size of the largest block of all KV groups in one layer, in bytes."""
     return options.block_size * options.window_blocks * byte_memory.SLOT
 
 

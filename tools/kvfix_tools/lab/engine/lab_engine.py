@@ -61,7 +61,7 @@ class LabEngine:
     """An engine that stops at its first exception. log: all events. requests: {id: request}. counts: see counts.py."""
 
     def __init__(self, options: Options, caches: list[Cache] | None = None) -> None:
-        """Make an engine. caches: the cache of each rank, if another engine shares its caches. Default: new caches."""
+        """Make an engine. caches: the caches of another engine, one for each rank. Default: new caches."""
         self.options = options
         self._faults_before = dict(session.faults)
         self.groups = kv_groups(options)
@@ -194,7 +194,6 @@ class LabEngine:
             self.request_events.stands_still(answer)
 
     def _guard(self, where: str, name: str, function: Any, *args: Any) -> Any:
-        """Call the function for this request. If the function raises, record the exception and raise EngineDied."""
         try:
             return function(*args)
         except Exception as error:

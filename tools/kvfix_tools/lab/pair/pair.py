@@ -48,7 +48,7 @@ class Pair(Engines):
         #: _takes: steps between prefill's output and the decode request. _to_send: (due step, request, parameters).
         self._takes = 0
         self._to_send: list[tuple[int, str, Params | None]] = []
-        #: {request: parameters of its last decode request}. The router can send these decode requests again.
+        #: {request: parameters of its last decode request}, for `send_again`.
         self.sent: dict[str, Params] = {}
         #: Faults (keys of MALFORMED). Each of the next decode requests gets parameters with one of these faults.
         self.malformed: list[str] = []
@@ -182,7 +182,7 @@ class Pair(Engines):
             self.sent.clear()  # a decode request that is sent again would read freed blocks of prefill (KVF340)
 
     def on(self, name: str, step: str, *arguments: Any) -> None:
-        """Play `step`, the name of a method of LabEngine or its connector, on one engine."""
+        """Call the method `step` of one engine or of its connector."""
         self.engine(name).do(step, *arguments)
 
     def free_blocks(self) -> None:
@@ -258,7 +258,7 @@ class Pair(Engines):
 
     @property
     def waiting(self) -> set[str]:
-        """The requests whose decode request waits in the router."""
+        """The names of the requests that the router has not sent to decode yet."""
         return {each[1] for each in self._to_send}
 
     def ask(
@@ -354,7 +354,7 @@ class Neighbour(LabEngine):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """In this context, the clock shows this engine's time, and LMCache connects clients to this engine's server."""
+        """In this context, the clock shows this engine's time. LMCache connects clients to this engine's server."""
         clock.now = lambda: self.request_events.seconds
         if isinstance(self.connector, MP):
             self.connector._replace(import_module(ADAPTER))
@@ -372,7 +372,7 @@ class Neighbours(Engines):
         self.engines = first, Neighbour(options, "second", first.caches)
 
     def of(self, number: int, step: tuple[Any, ...]) -> tuple[Neighbour, ...]:
-        """Return the engines that play `step`. For most steps, `number` or the new request selects one engine."""
+        """Return the engines that play `step`: both, none, or the engine that `number` or the request id selects."""
         kind = step[0]
         if kind in ("step", "new_weights"):
             # No engine plays new_weights, because the weights of both engines must change at the same time.

@@ -93,7 +93,7 @@ class PairSide(Connector):
 
     @abstractmethod
     def join(self) -> None:
-        """Replace the connector's real communication by `network`. The lab calls this before it makes the connector."""
+        """Replace the connector's real communication by `network`. `__init__` calls `join` before `_make`."""
 
     def _make(self, options: Options, memories: Sequence[Slots]) -> None:
         config = self.configured(options)
@@ -109,7 +109,7 @@ class PairSide(Connector):
         return self.worker_class(self, slots, vllm_objects.worker(options, config), options)
 
     def introduce(self, in_scheduler: Any) -> None:
-        """Give the workers' handshake data to `in_scheduler`. Does nothing for connectors without such data."""
+        """Give the workers' handshake data to `in_scheduler`. Connectors without handshake data do nothing."""
 
     @property
     def between(self) -> Sequence[Any]:
@@ -214,8 +214,8 @@ class PairEngine(LabEngine):
             pair.time_passes(waited)
 
 
-#: Both engines share vLLM's classes and therefore kvfix's wrappers, so each wrapper checks which engine is running.
-#: _RUNNING: name of the running engine or "". _FIXED: name of the engine with fixes or "". asyncio tasks inherit both.
+#: Both engines share vLLM's classes and kvfix's wrappers. So each wrapper checks which engine is running (_RUNNING).
+#: _FIXED: name of the engine with the fixes. "" means no engine. asyncio tasks inherit the values of both variables.
 _RUNNING = ContextVar("_RUNNING", default="")
 _FIXED = ContextVar("_FIXED", default="")
 
