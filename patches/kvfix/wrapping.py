@@ -45,7 +45,7 @@ class _Code:
         metrics.count_fault(self.tally)
 
     def failed(self, error: Exception, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Count the error. Return the answer of `on_fault`, or GO_ON if there is no `on_fault` or it raises too."""
+        """Count the error. Return the answer of `on_fault`, or GO_ON if `on_fault` is None or raises too."""
         self.count(error)
         try:
             return GO_ON if self.on_fault is None else self.on_fault(*given, **named)
@@ -172,7 +172,7 @@ def around(steps: Function, when: Function | None = None, on_fault: Function | N
 
 
 def instead(answer: Any) -> Generator[None, Any, Any]:
-    """A generator for `around`, which skips the function and returns `answer`."""
+    """A generator for `around` that skips the function and returns `answer`."""
     return answer
     yield
 
@@ -274,8 +274,6 @@ class WrappedFunction:
 
 
 def _for_some(guards: tuple[Function, ...], call: Function, others: Function) -> Function:
-    """Return a function that calls `call` if any guard returns true for the instance, and `others` if none does."""
-
     @functools.wraps(others)
     def chosen(*args: Any, **kwargs: Any) -> Any:
         chain = others
@@ -300,7 +298,7 @@ def _other_kind(original: Any) -> str:
 
 
 def _count_parameters(function: Function) -> int:
-    """Return N: a call with N positional arguments does not need `positional`. Return -1 if every call needs it."""
+    """Return N: a call with N positional arguments can skip `positional`. Return -1 if each call needs `positional`."""
     inner = inspect.unwrap(function)
     return inner.__code__.co_argcount if isinstance(inner, FunctionType) and not inner.__kwdefaults__ else -1
 

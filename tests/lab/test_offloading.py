@@ -18,7 +18,7 @@ from tests import late
 from tests.conftest import answers
 from tests.lab.planted import SETUPS, counted, schedule_offloading, steps
 
-#: TOKENS: length of the prompt. LIMITS: `max_offload_tokens` of each request: not set, 0, a part or all of the prompt.
+#: TOKENS: length of the prompt. LIMITS: `max_offload_tokens` of each request. None: the request sets no limit.
 TOKENS = 40
 LIMITS = (None, 0, 8, 40)
 SIMPLE = SETUPS["simple-offload"].options

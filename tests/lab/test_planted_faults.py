@@ -30,7 +30,7 @@ WITH_DRAFTS = {**ONE, **dict.fromkeys(("drafts_proposed", "drafts_accepted", "dr
 #: The three prompts have 310 tokens together. The second prompt may hit 96 tokens in blocks of the first prompt.
 PAIR = {"loaded_tokens": 310 - 96}
 LEASES, OF_RANKS = {**PAIR, "leases": 3}, {**PAIR, "leases": 3 + 12, "ranks_apart": 1}
-#: Decode loads the third prompt from prefill (BESIDE), or from its own LMCache, which also has the prompt (OWN).
+#: BESIDE: decode loads the third prompt from prefill. OWN: decode loads the third prompt from decode's own LMCache.
 BESIDE = {"loads_of_kv_producer": 1, "loads_of_kv_consumer": 1, "loaded_beside": 2}
 OWN = {**BESIDE, "loads_of_kv_consumer": 2, "loaded_beside": 1}
 #: (setup, changed options, minimum counts)

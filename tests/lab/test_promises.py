@@ -55,7 +55,7 @@ def scheduled(connector: str, role: str, params: dict[str, Any]) -> list[object]
     return ["", status, done.num_scheduled_tokens.get("r", 0)]
 
 
-#: (connector, role, parameters, state of the request after its first step without fixes, and with the fixes)
+#: (connector, role, parameters, state after the first step without fixes, state after the first step with fixes)
 PROMISES = {
     "nixl-no-blocks": ("Nixl", "consumer", {**NIXL, "remote_block_ids": []}, DIES, COMPUTES),
     "nixl-no-host": ("Nixl", "consumer", {name: NIXL[name] for name in NIXL if name != "remote_host"}, WAITS, COMPUTES),

@@ -14,7 +14,7 @@ from kvfix.session import session
 
 @pytest.fixture(autouse=True)
 def now(faults: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Return the clock that the log's limits use. The clock stands still unless a test advances it."""
+    """The clock stands still unless a test advances it."""
     clock = [0.0]
     monkeypatch.setattr(engine_log, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     logging.getLogger("kvfix").setLevel(logging.INFO)
@@ -46,7 +46,7 @@ def test_texts_of_a_kind_do_not_flood_the_log(caplog: pytest.LogCaptureFixture, 
 
 @pytest.fixture
 def memory() -> Iterator[Callable[[], int]]:
-    """Yield a function that returns the bytes that the test has allocated and still keeps. Logging is off."""
+    """Yield a function that returns how many bytes the test has allocated and not freed. Logging is off."""
     logging.disable(logging.CRITICAL)
     tracemalloc.start()
     yield lambda: tracemalloc.get_traced_memory()[0]

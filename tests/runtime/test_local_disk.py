@@ -1,4 +1,4 @@
-"""KVF037 and KVF038 on LMCache's own disk backend. Some real files are cut short, and some cannot be written."""
+"""Test KVF037 and KVF038 on LMCache's own disk backend, with real files. Some files are short or cannot be written."""
 
 import asyncio
 import contextlib
@@ -45,7 +45,7 @@ class Disk:
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         folder = tempfile.mkdtemp(prefix="kvfix-test-")
         config = LMCacheEngineConfig.from_defaults(local_disk=folder, max_local_disk_size=1.0, cache_policy="LFU")
-        with contextlib.suppress(ModuleNotFoundError):  # LMCache 0.3.9 has no such module
+        with contextlib.suppress(ModuleNotFoundError):  # LMCache 0.3.9 has no module pin_monitor
             from lmcache.v1.pin_monitor import PinMonitor
 
             PinMonitor.GetOrCreate(config)
@@ -114,7 +114,7 @@ class Disk:
 NEWEST = "0.5.6"
 RIGHT, WRONG, NONE = ["right"] * 3, ["right", "wrong", "right"], ["right", "none", "right"]
 LEFT, WHOLE = [[0, 2], [0, 0], 0, [2, 2], [0, 2]], [[0, 1, 2], [0, 0, 0], 0, [3, 3], [0, 1, 2]]
-SIZES = [0, 1000, BYTES - 1, None, BYTES]  # of the file of chunk 1; None: the file is deleted
+SIZES = [0, 1000, BYTES - 1, None, BYTES]  # bytes of chunk 1's file; None: the test deletes the file
 GOOD, BAD, SHORT = [RIGHT, WHOLE, RIGHT], [WRONG, WHOLE, WRONG], [NONE, LEFT, RIGHT]
 FIXED = {"one by one": SHORT, "batched": SHORT, "prefetched": [["right"], LEFT, RIGHT]}
 RELEASED = {"one by one": "KeyError", "batched": [NONE, [*LEFT[:3], [3, 3], [0, 2]], RIGHT], "prefetched": "KeyError"}
@@ -217,7 +217,7 @@ NOTHING, LEAKED, STORED = [[], [], 0, [0, 0], []], [[], [], 1, [1, 1], [0]], [[0
 )
 @answers(also="fixes release answer")
 def test_a_failed_write() -> list[Any]:
-    """Let the write of chunk 0 fail after 100 bytes, then store it with enough room. Return both errors and states."""
+    """Let the write of chunk 0 fail after 100 bytes, then store chunk 0 with enough room. Return errors and states."""
     disk = Disk()
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))

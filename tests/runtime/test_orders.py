@@ -85,7 +85,7 @@ def test_another_tool_wraps_the_same_hook(kvfix_first: bool) -> list[Any]:
 )
 @answers(also="answer", release="0.3.10")
 def test_the_probe_decides_on_a_replaced_hook(promised: int | None) -> str:
-    """promised: the hook's answer. If it is None, the hook raises AttributeError."""
+    """promised: the hook's answer. With None, the hook raises AttributeError."""
 
     def theirs(self: Any, request: Any, num_computed_tokens: int) -> Any:
         return self.odd if promised is None else promised

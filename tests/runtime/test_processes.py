@@ -93,7 +93,7 @@ from kvfix_tools.cli import main; main()"""
         assert done.stdout.splitlines() == ["mine", f"fix {tmp_path / 'sitecustomize.py'}"], done.stderr
 
     def test_reaches_the_lmcache_server(self, fresh: Fresh) -> None:
-        """The server's console script loads no vLLM plugin. With `--help` it imports LMCache and exits."""
+        """The server's console script loads no vLLM plugin. With `--help` the script imports LMCache and exits."""
         server = Path(sys.executable).with_name("lmcache")
         done = fresh.run([*self.KVFIX, "--", sys.executable, "-v", str(server), "server", "--help"])
         assert done.returncode == 0, done.stderr[-2000:]
@@ -101,7 +101,7 @@ from kvfix_tools.cli import main; main()"""
         assert "import 'kvfix.fixes.api'" in done.stderr, "the first module of LMCache must have loaded the catalogue"
 
     def test_a_python_without_kvfix_is_reported_once(self, fresh: Fresh) -> None:
-        """With -S a process has no site-packages, and so no kvfix. Only the parent reports this, not its child."""
+        """With -S a process has no site-packages, and so no kvfix. Only the parent reports the missing kvfix."""
         child = [sys.executable, "-S", "-c", "import sitecustomize; print('ran')"]
         code = f"import sitecustomize, subprocess; subprocess.run({child!r})"
         bootstrap = str(Path(__file__).parents[2] / "patches/kvfix/bootstrap")

@@ -1,4 +1,4 @@
-"""Check the status on the real files of every release, and on edited copies. Only the code decides the status."""
+"""Check the status of fixes on real files of every release and on edited copies. Only the code decides the status."""
 
 import contextlib
 import os
@@ -115,7 +115,7 @@ def test_an_unfixable_bug_can_be_harmless_here(fresh: Fresh, monkeypatch: pytest
 
 
 def test_code_of_broken_releases_is_broken_code_only() -> None:
-    """A fingerprint belongs to broken or to right releases, never to both, because it decides the status."""
+    """A fingerprint belongs to broken or to right releases, never to both, because fingerprints decide the status."""
     for found in catalogue.fixes():
         for target in found.targets:
             if target.helper:  # a helper does not show the bug, and kvfix applies it only with another target
@@ -134,7 +134,7 @@ def probed() -> dict[str, Any]:
     return {row.code: row for row in catalogue.rows(_probed)}
 
 
-#: EDITS: {name: (release, (text of its adapter, new text), claimed version, status by the file, status by the probe)}
+#: Values of EDITS: release, (text of the adapter, new text), claimed version, status by the file, status by the probe.
 HARMLESS, GONE = (BUG, "            _ = 1\n" + BUG), ("def get_num_new_matched_tokens", "def matched")
 EDITS = {
     "comments and blank lines": ("0.3.10", (BUG, "            # edited\n\n" + BUG), "", "applicable", "applied"),

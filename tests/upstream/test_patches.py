@@ -22,7 +22,7 @@ from tests.upstream import patched
 FOR_IN_TREE = "0.4.6"
 #: {prefix of codes of fixes for vLLM: the lab's connector that runs the fixed code}. Longer prefixes come first.
 OF_VLLM = {"KVF33": "offloading", "KVF373": "v1", "KVF37": "simple-offload"}
-#: {fix of LMCache's cache engine, which the lab replaces: mode of test_async_release that shows the bug}
+#: {fix of LMCache's cache engine: mode of test_async_release that shows the bug}. The lab replaces the cache engine.
 ENGINE = {"KVF013": "async", "KVF018": "layers"}
 #: {(code, dist): why patch and fix give different events in scenarios or in random schedules with faults}
 DIFFERS = {("KVF036", "lmcache"): "the patch also answers a lookup that is sent again after a timeout, as KVF011 does"}
@@ -200,7 +200,7 @@ def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
 @pytest.mark.peers
 @pytest.mark.parametrize("row", [row for row in PATCHES if theirs(row)], ids=lambda row: f"{row.slug}-{row.dist}")
 def test_their_tests(row: upstream.Ready, offline: ForkServer, tmp_path: Path) -> None:
-    """Upstream's tests of the changed files pass with the patch if they pass on the release. `make peers` runs them."""
+    """Upstream's tests that pass on the release also pass with the patch. `make peers` runs this test."""
     known = peers.baseline(peers.suite(row.dist))["not passed"]
     patched.copy(row.path, released(row), tmp_path / "released")
     folder = patched.apply(row.path, released(row), tmp_path / "patched")

@@ -1,4 +1,4 @@
-"""A stand-in for vLLM's HTTP server, which answers the requests of httpx in the same process, without a network.
+"""A stand-in for vLLM's HTTP server. The stand-in answers requests of httpx in the same process, without a network.
 
 The stand-in has two caches, and computes log probabilities from a prompt.
 """

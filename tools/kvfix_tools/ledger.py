@@ -14,7 +14,7 @@ from kvfix.ledger.rules import Rule as Rule
 
 
 class RankDiffers(NamedTuple):
-    """A load of the tokens [start, end) that only the scheduler or only the rank has recorded."""
+    """Only the scheduler or only the rank has recorded this load of the tokens [start, end)."""
 
     request: str
     rank: int
@@ -28,7 +28,7 @@ class RankDiffers(NamedTuple):
 
 
 class LeaseRead(NamedTuple):
-    """The peer's request `reader` has loaded blocks of `request`, which the engine keeps after the end of `request`."""
+    """`reader`, a request of the peer, has loaded the blocks that the engine keeps after the end of `request`."""
 
     request: str
     reader: str
@@ -136,7 +136,7 @@ def written_after_lease(history: History, event: WriteBegun) -> Outcome:
     """An engine writes blocks to its peer only while it keeps these blocks.
 
     vLLM frees blocks that a connector reports as sent (vllm/v1/core/sched/scheduler.py 0.32.0:3235). Other requests
-    then write into these blocks. A later transfer sends this KV of other requests, and the peer uses it for its prompt.
+    then write into these blocks. A later transfer sends this KV of other requests, and the peer uses the wrong KV.
     """
     if history.lease_ended is None:
         return None
@@ -145,7 +145,7 @@ def written_after_lease(history: History, event: WriteBegun) -> Outcome:
 
 @rule("KVR021", "lease-ends-while-written", ev.LeaseEnded)
 def lease_ends_while_written(history: History, event: ev.LeaseEnded) -> Outcome:
-    """If an engine writes blocks to its peer, it keeps the blocks until the write is done, even if the lease ends."""
+    """An engine that writes blocks to its peer keeps the blocks until the write ends, even after the lease."""
     begun = _last(history, WriteBegun, WriteEnded)
     if not isinstance(begun, WriteBegun):
         return None

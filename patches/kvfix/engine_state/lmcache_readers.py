@@ -31,7 +31,7 @@ class V1(Reader):
         self.impl = connector._lmcache_engine
         self.client = getattr(self.impl, "lookup_client", None)
         self._statuses = getattr(self.client, "reqs_status", {})
-        #: A global dictionary in LMCache's module. The connectors of both roles share it if they are in one process.
+        #: A global dictionary in LMCache's module. In one process, the connectors of both roles share this dictionary.
         self._decoders = getattr(sys.modules[type(self.impl).__module__], "tmp_disagg_tracker", {})
         config = getattr(self.impl, "config", None)
         self._timeout = (getattr(config, "lookup_timeout_ms", None) or 3000) / 1000

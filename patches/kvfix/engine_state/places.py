@@ -2,7 +2,7 @@
 
 EngineCore's loop is on this stack as long as the engine lives (`run_busy_loop`, v1/engine/core.py 0.32.0:1547). An
 engine in the user's own process is on the stack while the engine computes. At other times, a variable of the user's
-program holds the engine. `gc` cannot find it, because vLLM freezes the heap (`freeze_gc_heap`, core.py 0.32.0:253).
+program holds the engine. `gc` cannot find the engine: vLLM freezes the heap (`freeze_gc_heap`, core.py 0.32.0:253).
 """
 
 import faulthandler
@@ -75,7 +75,7 @@ def outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _is_ours(frame: FrameType) -> bool:
-    """Return True for a frame of kvfix. `kvfix look` loads this package under another name."""
+    """`kvfix look` loads this package under another name."""
     package = str(frame.f_globals.get("__package__") or "")
     return package == __package__ or package.startswith("kvfix.")
 
@@ -116,7 +116,7 @@ def hook(calls: Iterable[Call]) -> str:
 
 
 def _is_hook(function: str, file: str) -> bool:
-    """Return True for a hook of a connector. For a function name in _COMMON, the path of the file decides."""
+    """For a function name in _COMMON, the path of the file decides."""
     path = file.lower()
     return function in _ALL_HOOKS and (function not in _COMMON or "connector" in path or "lmcache" in path)
 
@@ -154,7 +154,7 @@ def worker_connector() -> Any:
 
 
 def where(error: Exception) -> str:
-    """Return the type of an exception and the line that raised it. Omit its text, which may contain user data."""
+    """Return an exception's type and the line that raised it. Omit the text, which may contain user data."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

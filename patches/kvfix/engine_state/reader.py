@@ -63,7 +63,7 @@ class Reader:
         return {}
 
     def not_stored(self, metadata: Any) -> Collection[str]:
-        """Return the requests in these metadata whose store a worker has cancelled (KVF007)."""
+        """Return the requests of `metadata` whose store a worker has cancelled (KVF007)."""
         return ()
 
     def kept(self) -> Iterable[tuple[str, Collection[str]]]:

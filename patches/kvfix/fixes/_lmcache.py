@@ -53,7 +53,7 @@ def is_producer(impl: Any) -> bool:
 
 
 def skip_producer_stores(is_meant: Callable[[Any], Any]) -> tuple[Fixing, Fixing]:
-    """Return fixes for `wait_for_save` and `start_load_kv`, with which a kv_producer does not store some requests.
+    """Return fixes for `wait_for_save` and `start_load_kv`. With the fixes, a kv_producer does not store some requests.
 
     The fix for `start_load_kv` prevents layerwise stores. After `start_load_kv` has loaded a request's tokens, the fix
     empties `token_ids`. A wrapper of `save_kv_layer` would be slower, because it would run once for each layer.
@@ -133,7 +133,7 @@ def layer_saves(add: Add, closed: Closed) -> Fixing:
 
 
 def _with_request(engine: Any, name: str, find: Callable[[Any], Any], add: Add, closed: Closed | None) -> Steps:
-    """While a hook calls the engine's method `name`, let `add` add keyword arguments to each call."""
+    """Run the hook. Meanwhile, let `add` add keyword arguments to each call of the engine's method `name`."""
     call = getattr(engine, name)
 
     def add_arguments(more: dict[str, Any], tokens: Any) -> bool:

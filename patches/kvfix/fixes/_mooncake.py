@@ -36,6 +36,6 @@ def scheduler_side(role: str, **more: Any) -> Any:
 
 
 def finished_prefill(tokens: int, status: Any, **more: Any) -> Any:
-    """Return an ended request for probes. It ran on the prefill instance, and decode will read its blocks."""
+    """Return an ended request for probes. The prefill instance ran the request, and decode will read its blocks."""
     params = {"do_remote_decode": True, "transfer_id": "t"}
     return stubs.request(tokens, kv_transfer_params=params, status=status, **more)

@@ -78,7 +78,7 @@ BLOCKS = stubs.Stub(get_block_ids=lambda: (list(range(32)),))
 
 
 class Adapter:
-    """A scheduler adapter for probes. Lookups find `found` tokens. `asked` records lookups and undefined methods."""
+    """A scheduler adapter for probes. Lookups find `found` tokens. `asked` records lookups and other method calls."""
 
     lmcache_tokens_per_chunk = 256
     is_healthy = True
@@ -163,7 +163,7 @@ def worker_side(**more: Any) -> Any:
 
 
 def get_finished(hook: Callable[..., Any], adapter: Any) -> Any:
-    """Call the hook `get_finished` in a probe. The number of its parameters differs between releases."""
+    """Call the hook `get_finished` in a probe. The hook's number of parameters differs between releases."""
     return hook(adapter, *([set()] * (len(inspect.signature(hook).parameters) - 1)))
 
 

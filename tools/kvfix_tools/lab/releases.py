@@ -21,7 +21,7 @@ _SINCE_0_5_6 = {**_SINCE_0_32, "lmcache": ">=0.5.6"}
 #: scheduling, the lab preempts single requests between two steps, which vLLM before 0.32 cannot do. The model runner V2
 #: of vLLM before 0.32 was experimental. The other features were not tested with earlier releases.
 FEATURES = ("async_scheduling", "model_runner_v2", "drafter", "pause", "sessions", "roles", "stops")
-#: {LMCache setting, lab option or lab step: releases for which the fuzzer draws it}
+#: Keys: LMCache settings, lab options and lab steps. Values: the releases with which the fuzzer draws the key.
 _DRAWN = {
     "enable_async_loading": {"lmcache": ">=0.3.10"},
     "min_retrieve_tokens": {"lmcache": ">=0.3.14"},
@@ -115,5 +115,5 @@ def accepted(made: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name in _signature(made).parameters}
 
 
-#: Cached, because reading a signature takes as long as constructing a vLLM `Request`.
+#: The cache saves time. Reading a signature takes as long as making a vLLM `Request`.
 _signature = functools.cache(inspect.signature)

@@ -1,6 +1,6 @@
 """`kvfix lab replay FILE`: play the events of an engine's recorder file in the lab, as far as possible.
 
-The file has no prompts, and no steps that had no event. The lab invents prompts, and makes steps until an event occurs.
+The file omits prompts, and steps without an event. The lab invents prompts, and makes steps until an event occurs.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from kvfix_tools.lab.steps import prompt
 
 #: {class name of a connector: its name in the lab}. A recorder file has only the class names of connectors.
 KINDS = {"LMCacheConnectorV1": "v1", "LMCacheMPConnector": "mp", "LMCacheMPConnectorUpstream": "mp-in-tree"}
-#: ENDLESS: max_tokens, so that a request runs until its event Finished. MOST_STEPS: maximum steps for one event.
+#: ENDLESS: max_tokens so large that a request runs until its event Finished. MOST_STEPS: maximum steps for one event.
 ENDLESS, MOST_STEPS = 1 << 14, 2000
 
 
@@ -39,7 +39,7 @@ def kinds(findings: list[Finding]) -> list[list[str]]:
 
 
 def options(found: recording.Recording) -> Options:
-    """Return options with enough blocks. Raises ValueError unless one scheduler has sizes and a connector of KINDS."""
+    """Return options with enough blocks. Raise ValueError unless one scheduler has sizes and a connector of KINDS."""
     lines = [line for line in found.connectors.values() if line.get("role") == "SCHEDULER"]
     known = [line for line in lines if line["name"] in KINDS and line.get("sizes")]
     if len(known) != 1:
@@ -74,7 +74,7 @@ def replay_file(path: Path, fixes: bool) -> Replayed:
 
 
 class _Player:
-    """Makes the events of a file happen in order. Has a method for each class of events that the lab can cause."""
+    """Makes the events of a file happen in order. Methods such as `_asked` each cause one class of events."""
 
     def __init__(self, engine: LabEngine, events: list[Event]) -> None:
         self.engine = engine

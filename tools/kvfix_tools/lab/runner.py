@@ -48,7 +48,7 @@ class Result(NamedTuple):
 
 
 def prepare(lmcache_path: str | None, needs: Sequence[str] = ("vllm", "lmcache")) -> None:
-    """Put `lmcache_path` first on sys.path, and set environment variables. Call this before LMCache is imported.
+    """Put `lmcache_path` first on sys.path, and set environment variables. Call `prepare` before LMCache is imported.
 
     needs: distributions that must be installed. Raises ValueError if one of them is missing or the path is wrong.
     """

@@ -80,7 +80,7 @@ def engine_of(pid: int) -> list[Process]:
 
 
 def with_vllm(tree: list[Process], pid: int) -> list[Process]:
-    """Return the processes that have loaded vLLM or LMCache, but not kvfix's own process. This only reads files."""
+    """Return the processes that have loaded vLLM or LMCache, but not kvfix's own process. Read files only."""
     # A process with PyTorch alone counts if it is the process `pid`, or if its parent or child has vLLM or LMCache.
     tree = [each for each in tree if each.pid != os.getpid()]
     maps = {each.pid: processes.proc_text(each.pid, "maps") for each in tree}
@@ -152,7 +152,7 @@ class Looker:
         self._known: set[int] = set()
 
     def look(self) -> Look:
-        """Read all processes in parallel. This takes milliseconds, or seconds if a main thread reaches no bytecode."""
+        """Read all processes at once. A look takes milliseconds, or seconds if a main thread reaches no bytecode."""
         with ThreadPoolExecutor(max(1, len(self.tree))) as pool:
             read = list(pool.map(self._read, self.tree))
         at = time.monotonic()

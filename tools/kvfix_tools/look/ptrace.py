@@ -2,7 +2,7 @@
 
 ptrace stops only this thread, and sends no signal to it. After a call, kvfix restores all registers, even the vector
 registers, because the thread may be inside a computation. A C function returns to a breakpoint instruction in the
-process's code, so the thread stops then. To memory, kvfix writes only the return address of the function (x86-64).
+process's code, so the thread stops then. kvfix writes nothing to memory but the return address (x86-64).
 
 If the tracing process died during a call, the breakpoint would end the traced process. So kvfix forks a tracing process
 for each `stop`. The tracing process completes all calls of `stop` even if the user ends kvfix.
@@ -60,7 +60,7 @@ class Machine(NamedTuple):
     number: int  # register with the number of a system call
     called: tuple[int, ...]  # registers with the arguments of a system call
     forgets: bool  # True: -1 in the register `number` keeps the kernel from restarting an interrupted system call
-    returns: int | None  # the return address; None if it is on the stack
+    returns: int | None  # register with the return address; None if the return address is on the stack
     vectors: int  # the register set with all vector registers
     trap: re.Pattern[bytes]  # the breakpoint instruction
     multiple: int  # alignment of the breakpoint instruction in bytes
@@ -149,7 +149,7 @@ def _is_in(machine: Machine, registers: Registers, call: str) -> bool:
 
 
 def _call(machine: Machine, thread: int, trap: int, before: Registers, function: int, *arguments: int) -> int:
-    """Call a C function. Return the lower 32 bits of its result. Raise OSError if the function crashes."""
+    """Call a C function. Return the lower 32 bits of the result. Raise OSError if the function crashes."""
     registers = before[:]
     for at, argument in zip(machine.arguments, arguments, strict=False):
         registers[at] = argument & 2**64 - 1

@@ -64,7 +64,7 @@ LAYOUTS = {
         _layout("mla", "block offset"),
         _layout("one-tensor", "layer kv block offset head"),
         _layout("block-outermost", "block layer kv offset head"),
-        # The pool of hybrid models, and vLLM's layout BLNHC. Between two blocks of a layer is the KV of other layers.
+        # The pool of hybrid models, and vLLM's layout BLNHC. The KV of other layers lies between two blocks of a layer.
         _layout("packed-pool", "block layer offset head kv", "block layer offset head kv*element"),
     )
 }

@@ -15,7 +15,7 @@ BAND = 512  # number of words in one guard band. Its 4 KiB keep the next tensor 
 AT_ONCE = 1 << 20  # number of rows to make or compare at once. More rows would need more memory
 KEPT = 1 << 16  # Maximum number of wrong words to classify in AT_ONCE rows. Further wrong words are only counted.
 Coordinates = dict[str, torch.Tensor]
-#: Takes the coordinates of rows, which include `slot` or `token`. Returns the identity of each row's first word.
+#: Takes coordinates of rows, among them `slot` or `token`. Returns the identity of each row's first word.
 Expected = Callable[[Coordinates], Identity]
 
 

@@ -188,7 +188,6 @@ class RunReport:
         return [result for result in self.results if result.verdict in BAD]
 
     def _wrong(self) -> list[str]:
-        """Return the first failed cells in full, and the classes of wrong words in all cells."""
         lines = []
         for result in self.wrong[:SHOWN]:
             details = "\n".join([*map(str, result.findings), result.reason]).splitlines()

@@ -73,7 +73,7 @@ class Maker:
         return [kind for kind, share in SHARES.items() for _ in range(max(1, round(count * share / total)))]
 
     def prompts(self, kinds: list[str], sizes: Sizes) -> Iterator[Prompt]:
-        """Yield prompts of these kinds. Three consecutive prompts of the kind `shared prefix` share a prefix."""
+        """Yield prompts of these kinds. Up to three consecutive `shared prefix` prompts share a prefix."""
         prefix: list[int] = []
         for number, kind in enumerate(kinds):
             if kind == "text":

@@ -151,7 +151,7 @@ def where(outcome: Outcome) -> str:
 
 
 def _chunks(case: Case, outcome: Outcome) -> int:
-    """Return the number of chunks from the connector. If vLLM computes only a chunk's last token, count the chunk."""
+    """Count a chunk from the connector even if vLLM computes the chunk's last token."""
     return math.ceil((case.hits or 0) / outcome.sizes.chunk)
 
 

@@ -32,7 +32,7 @@ class Inconclusive(Exception):
 @dataclass
 class Rounds:
     subject: Server  # the tested URL: its answers use KV from the connector
-    reference: Server  # `--decode`, which computes KV and has the metrics. Without `--decode`: `subject` itself
+    reference: Server  # computes KV and has the metrics: the server of `--decode`, or else `subject`
     maker: Maker
     sizes: Sizes  # if `chunk` is 0, `_survey` finds the chunk size
     capacity: int  # number of tokens whose KV fits on the GPU; 0 if unknown
@@ -214,7 +214,7 @@ class Rounds:
         return reply
 
     def _is_clean(self, reply: Reply) -> bool:
-        """Return True if no token came from the connector. If this is unknown, accept prompts of N blocks + 1 token."""
+        """Return True if the connector had no hit. If the hit is unknown, accept prompts of N blocks + 1 token."""
         return reply.prompt_tokens % self.sizes.block == 1 if reply.counted is None else reply.counted == 0
 
     @property
@@ -223,7 +223,7 @@ class Rounds:
         return 0 < self.capacity <= 24 * self.sizes.longest
 
     def _tokens(self, number: int) -> int:
-        """Return the number of tokens to request. Some answers are a block longer, to cause preemptions."""
+        """Make some answers a block longer, to cause preemptions."""
         return self.sizes.block + TOKENS if self.can_preempt and number % EVERY == 0 else TOKENS
 
     def _groups(self, prompts: list[Prompt]) -> Iterator[list[Prompt]]:

@@ -21,9 +21,9 @@ from maintain.documentation.markdown import table
 
 #: Files of the theme that no page needs: source maps, and the theme's search, which theme/search.js replaces.
 _UNUSED = re.compile(r"\.map$|^assets/javascripts/(lunr|workers)/")
-#: Pages that the search leaves out, because they repeat texts of other pages. These pages have wide tables.
+#: Pages with wide tables. The search leaves these pages out, because they repeat texts of other pages.
 _LISTS = {"errors.md", "fixes/index.md", "findings/index.md", "rules/index.md"}
-#: {file at the top of the repository: the page that it becomes}
+#: {file at the top of the repository: page with the file's text}
 TOP = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md",
        "SECURITY.md": "security.md"}  # fmt: skip
 ROOT = Path(__file__).parents[3]

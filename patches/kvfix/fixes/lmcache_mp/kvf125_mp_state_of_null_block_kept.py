@@ -5,7 +5,7 @@ attention layers and layers with states (Mamba, GDN: Qwen3-Next, Nemotron-H, Gra
 `lmcache server`, one step with more tokens than a block triggers the bug.
 
 Cause: With `mamba_cache_mode="align"`, vLLM keeps only the state block at the end of a step. All other blocks of the
-state are null block 0. The server stores a chunk as one or several objects. It leaves out an object only if all blocks
+state are null block 0. A chunk is one or several objects. The server leaves out an object only if all blocks
 of all KV groups in the object are null (`all_null_chunk_masks`, modules/lmcache_driven_transfer.py 0.5.6:85). By
 default one object has all KV groups, and the blocks of attention are never null. So the server stores a null block.
 

@@ -18,7 +18,7 @@ and stores fail. At the next heartbeat the fix marks the worker as unhealthy, so
 Until then the worker's loads and stores fail, and the engine continues. With gRPC the fix changes nothing.
 
 If only the network was interrupted, the server still knows the worker. The worker's loads still fail until the next
-heartbeat, and the read locks of these loads stay on the server until they time out.
+heartbeat. The read locks of these loads stay on the server until the locks time out.
 - Releases: LMCache 0.5.6. Earlier releases have no fix, because their client does not notice a lost connection
   (multiprocess/mq.py 0.5.5:281). With these releases, restart the engine together with the server.
 - Remove when: A worker registers again after a lost connection, and calls in flight then fail.

@@ -18,14 +18,14 @@ seconds later the decode engine's worker reports the load as failed, and `kv_loa
 
 Mixed roll-out: The prefill engine and the decode engine must both have the fix. In the prefill engine alone the fix
 changes nothing. In the decode engine alone the fix can be worse than no fix, because an unfixed prefill engine may
-write into blocks of a load that has timed out. So add the fix to prefill engines first, and remove it there last.
+write into blocks of a load that has timed out. So add the fix to prefill first, and remove the fix from prefill last.
 - Remove when: vLLM fails a load whose registration has timed out.
 """
 
 from kvfix.fixes import _closed, _nixl, api
 from kvfix.fixes.api import NEW_REQUESTS, Any, Fix, Steps, fix_after, fix_around, fix_before, note
 
-#: Key of a registration's end time, which is a time of the decode engine's scheduler clock.
+#: Key of a registration's end time. The scheduler clock of the decode engine measures this time.
 _UNTIL = "kvfix_until"
 
 

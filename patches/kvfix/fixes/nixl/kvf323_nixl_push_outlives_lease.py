@@ -2,7 +2,7 @@
 
 Symptom: The prefill engine logs `Releasing expired KV blocks for request ...`; the decode engine logs nothing.
 
-Cause: The worker frees the blocks of a request at the end of its lease, even while a write reads them. vLLM's comment
+Cause: The worker frees a request's blocks at the end of the lease, even while a write reads the blocks. vLLM's comment
 says: "Expired requests were already reported, even if their WRITEs finish later" (push_worker.py 0.32.0:833).
 
 The writer thread does not check whether the lease is over. After a handshake that took longer than the lease, the

@@ -5,7 +5,7 @@ Symptom: Memory grows with each decode request whose prefill is aborted, or whos
 Cause: A registration names the decode engine's blocks. Until the prefill ends, `_pending_d_registrations` has the
 registration under the request's id in decode. To drop the registration, the worker uses the request's id in prefill
 (push_worker.py 0.32.0:276, `_evict_finished_inbox`). The two ids have different ends (`-` and eight hex digits), so the
-worker drops nothing. To pair requests, the worker compares ids without this end (:409). So the worker can write KV of a
+worker drops nothing. To pair requests, the worker compares ids without the ends (:409). So the worker can write KV of a
 later request with the same id into the blocks of the old registration. The later decode request gets no KV.
 
 Fix: The fix drops a registration after `push_registration_timeout`. The decode engine's own timeout ends first.
@@ -26,7 +26,7 @@ def fix(worker: Any) -> None:
     for name, at in came.items():
         if now - at > float(timeout):
             note(__name__, f"the registration of request {name} is dropped")
-            worker._evict_finished_inbox.put(name)  # the thread that owns the registrations drops it
+            worker._evict_finished_inbox.put(name)  # the thread that owns the registrations drops the registration
 
 
 FIX = Fix(

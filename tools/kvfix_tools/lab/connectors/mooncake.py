@@ -76,7 +76,7 @@ class MooncakeSide(PairSide):
         self._host = mooncake_network.Host(self.network, self.name)
         self._host.side = self
         mooncake_network.replace(self._host)
-        #: Requests whose KV was kept for decode. `look` skips them, because decode may wait if it asks after the lease.
+        #: Requests whose KV was kept for decode. `look` skips these requests: decode may wait if decode asks late.
         self._were_kept: set[str] = set()
         #: {transfer that the peer waits for: the transfer's entry in `reqs_need_send`}
         self._awaited: dict[str, Any] = {}

@@ -75,7 +75,7 @@ class Host:
         del self.network.hosts[self.session]
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Replaces `asyncio.run_coroutine_threadsafe`. Runs the loop at once, because no other thread does."""
+        """Replace `asyncio.run_coroutine_threadsafe`. Run the loop at once, because no other thread runs the loop."""
         done = asyncio.run_coroutine_threadsafe(work, self.loop)
         done.add_done_callback(self._ended)
         self.loop.go_on()

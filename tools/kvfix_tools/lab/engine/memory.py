@@ -32,7 +32,7 @@ class Prefix:
         self.contents: list[int] = []
 
     def of(self, tokens: Sequence[int]) -> list[int]:
-        """Return the contents of `tokens`, and of later tokens from earlier calls. Callers must not change the list."""
+        """Return the contents of `tokens`, perhaps followed by more contents. Callers must not change the list."""
         known = len(self._tokens)
         if known < len(tokens):
             new = list(tokens[known:])
@@ -92,7 +92,7 @@ class Slots:
         return held[start - first * size : end - first * size]
 
     def write(self, blocks: Sequence[int], start: int, contents: Sequence[int]) -> None:
-        """Write `contents` to the slots of a request from token `start` on, at most to the end of its last block."""
+        """Write `contents` to the slots of a request from token `start` on, at most to the end of the last block."""
         size = self.block_size
         position, end = 0, min(len(contents), len(blocks) * size - start)
         while position < end:
@@ -179,7 +179,7 @@ class Cache(dict[object, list[int]]):
         self.pins: dict[str, list[Any]] = {}
 
     def pinned_prefix(self, keys: Sequence[object], lookup_id: str) -> int:
-        """Pin for this lookup the longest prefix of these keys that is in the cache. Return its number of keys."""
+        """Pin for this lookup the longest prefix of these keys that is in the cache. Return the number of pins."""
         found = list(takewhile(self.__contains__, keys))
         if found:
             self.pins[lookup_id] = found

@@ -85,7 +85,7 @@ class StateGroup(Group):
 
     def __init__(self, group: KVGroup, memories: Sequence[Slots]) -> None:
         super().__init__(group, memories)
-        #: {request: index, in the request's block list, of the block that holds the request's state}
+        #: {request: index in `rows` of the block that holds the request's state}
         self._last: dict[str, int] = {}
 
     def begin(self, output: Any) -> None:
@@ -207,7 +207,7 @@ class Model:
         self.drafter = Drafter(options)
         self.requests: dict[str, Request] = {}
         self.prefixes: dict[str, Prefix] = {}
-        #: _weights: number of weight changes. _given: {request: number of its tokens at admission or the last change}
+        #: _weights: number of weight changes. _given: {request: number of tokens at admission or last weight change}
         self._weights = 0
         self._given: dict[str, int] = {}
         #: {session: number of its prompt tokens}. vLLM appends each input of a session to the prompt.

@@ -1,4 +1,4 @@
-"""vLLM's NixlConnector, in pull and push mode, and MooncakeConnector, between a prefill and a decode engine."""
+"""Scenarios of NixlConnector (pull and push) and MooncakeConnector between a prefill and a decode engine."""
 
 from functools import partial
 
@@ -236,7 +236,7 @@ SCENARIOS = {
         options=MOONCAKE(delay=5),
     ),
     "mooncake-load-ends-again": mooncake_0_32(
-        # One message of decode asks for the loads of both requests. Prefill dies after it has written one of them.
+        # One message of decode asks for the loads of both requests. Prefill dies after the write for one request.
         [do.budget(16), do.ask_at_once("r", prompt(16)), do.ask_at_once("s", prompt(200, seed=1))],
         [do.step(8), do.restart("prefill", 60), do.time_passes(541.0)],
         shows="KVR011",

@@ -23,7 +23,6 @@ FEWER_IN_VLLM = (
 
 
 def _not_in_key(doc: str, name: str) -> Scenario:
-    """Return a scenario of two requests with the same prompt, and with different values of this parameter."""
     return scenario(
         [do.serve("before", prompt(600), **{name: "one"}), do.admit("r", prompt(600), max_tokens=2, **{name: "other"})],
         doc=doc,
@@ -152,7 +151,7 @@ SCENARIOS = {
         options=Options(max_num_batched_tokens=129),
     ),
     "resumed-as-new-loses-tokens": scenario(
-        # LMCache has 64 prompt tokens and 32 generated tokens. After 33 generated tokens, it promises 96 and loads 64.
+        # LMCache has 64 prompt and 32 generated tokens. After 33 generated tokens, LMCache promises 96 and loads 64.
         [do.stored_elsewhere(continued(prompt(64), 32)), do.admit("r", prompt(64), max_tokens=40), do.step(33)],
         [do.preempt("r"), do.reset_prefix_cache()],
         shows="KVR004 tokens 0 to 64 are to be loaded",
@@ -163,7 +162,7 @@ SCENARIOS = {
     # ------------------------------------------------------------------ sessions, and requests that block each other
     "failed-load-reserves-itself": scenario(
         [do.admit("r", prompt(140), max_tokens=8), do.step(6), do.preempt("r")],
-        do.keep_blocks(0),  # when the request resumes, vLLM's prefix cache has none of its blocks
+        do.keep_blocks(0),  # when the request resumes, no block of the request is in vLLM's prefix cache
         [do.step(), do.free_blocks(), do.fail_load("r")],
         shows="LAB003",
         wrong={"vllm": ">=0.26.0", "lmcache": ">=0.5.6"},
@@ -206,7 +205,7 @@ SCENARIOS = {
         options=Options(async_scheduling=True),
     ),
     "session-and-load-lock-out": scenario(
-        # "session" takes blocks that were reserved for the load of "r", and keeps them at the end of its turn.
+        # "session" takes blocks that were reserved for the load of "r", and keeps the blocks at the end of the turn.
         [do.stored_elsewhere(prompt(264)), do.admit("session", prompt(40, seed=1), max_tokens=12, resumable=True)],
         [do.step(), do.admit("r", prompt(264), max_tokens=2), do.step(30)],
         [do.add_input("session", prompt(48, seed=2)), do.step(30), do.end_input("session")],
@@ -215,7 +214,7 @@ SCENARIOS = {
         options=MP(delay=20, num_blocks=21, max_num_batched_tokens=256),
     ),
     "session-state-has-drafts": states(
-        # The last step computes four tokens, and the turn ends after two of them.
+        # The last step computes four tokens, and the turn ends after two of the tokens.
         [do.admit("r", prompt(20), max_tokens=7, resumable=True), do.add_input("r", prompt(21), max_tokens=5)],
         [do.run(), do.end_input("r")],
         doc="A turn ends within accepted drafts: vLLM drops the tokens after the turn, but not from the Mamba state.",

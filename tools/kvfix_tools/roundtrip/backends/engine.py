@@ -103,7 +103,7 @@ def connector(kind: str, folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def run_engine(folder: Path, transfer: dict[str, Any] | None, device: str) -> dict[str, Any]:
-    """Run an engine. Return its answers, and the violations that it logged. Raise RuntimeError if it dies or hangs."""
+    """Run an engine. Return its answers, and the violations that it logged. Raise RuntimeError if the run fails."""
     engine = real_engine.ON_CUDA if device == "cuda" else {}
     job = {"loads": str(folder / "loads"), "transfer": transfer, "engine": engine}
     here = str(Path(__file__).parents[3])  # the folder from which vLLM's processes import kvfix_tools

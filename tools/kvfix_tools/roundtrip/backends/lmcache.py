@@ -1,6 +1,6 @@
-"""Copy with the installed LMCache, by its compiled operations or its torch fallback (docs/roundtrip.md).
+"""Copy KV with the compiled operations or the torch fallback of the installed LMCache (docs/roundtrip.md).
 
-- `lmcache-engine`: kvfix cannot see the host memory. It checks the loaded KV and the number of loaded tokens.
+- `lmcache-engine`: kvfix cannot see the host memory, so it checks the loaded KV and the number of loaded tokens.
 - `lmcache-mp`: LMCache issue 4463 (wrong KV) does not affect this backend, so packed layouts must pass.
 """
 
