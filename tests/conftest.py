@@ -220,7 +220,7 @@ def answers(*expected: Any, also: str = "", **fixed: Any) -> Callable[[Callable[
 
     - expected: one result, or two results (without and with fixes). If none, parameter `answer` is the expected result
     - also: names of more parameters of the test, separated by spaces: `fixes`, `release`, `answer`
-    - fixed: values of `fixes` and `release`. Defaults: 0.5.6; no fixes for a first result, default fixes for a second
+    - fixed: values of `fixes` and `release`. Default: release 0.5.6, and the default fixes only for a second result
     """
 
     def make(case: Callable[..., Any]) -> Any:
@@ -243,5 +243,4 @@ def answers(*expected: Any, also: str = "", **fixed: Any) -> Callable[[Callable[
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, once: Once) -> Any:
-    """Return the result of the function `play_all` of the test's module, with the newest LMCache."""
     return once(request.module.play_all, NEWEST)

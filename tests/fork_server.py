@@ -29,7 +29,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 #: Hugging Face cache with the models that the tests of vLLM and LMCache name (maintain/peers.py).
 HUB = Path(__file__).parent.parent / ".cache/peers/hub"
-#: If a program's environment has this variable, vLLM forks its processes too.
+#: In a program with this environment variable, vLLM forks EngineCore and the workers.
 FORK_WORKERS = "KVFIX_TEST_FORK"
 
 
@@ -96,14 +96,14 @@ def run_program(arguments: list[str], environment: dict[str, str], folder: str, 
 
 
 def serve(connection: Connection, first: str, environment: dict[str, str]) -> None:
-    """Run each job in a fork, and send its result. first: Python code to run before the first fork."""
+    """Run each job in a fork, and send the job's result. first: Python code to run before the first fork."""
     set_environment(environment)
     sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
     assert not any(name.startswith(("lmcache", "kvfix")) for name in sys.modules)
     with contextlib.redirect_stdout(sys.stderr):
         exec(first, {})
     gc.collect()
-    gc.freeze()  # without it, a garbage collection in a fork visits all objects, and so copies their memory
+    gc.freeze()  # without freeze(), a garbage collection in a fork visits all objects, and so copies their memory
     with contextlib.suppress(EOFError):
         while True:
             connection.send(_forked(connection.recv()))

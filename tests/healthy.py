@@ -9,7 +9,7 @@ from tests.conftest import ADAPTER
 
 
 def changing(connector: str) -> list[str]:
-    """Return codes of fixes that also change events of healthy schedules of this connector."""
+    """Return the codes of fixes that change events even in this connector's healthy schedules."""
     return [fix.code for fix in catalogue.fixes() if connector in fix.changes_healthy]
 
 
@@ -24,7 +24,7 @@ def events(done: Any) -> list[tuple[Any, ...]]:
 
 
 def own_blocks() -> None:
-    """Apply KVF022, because the bug that this fix prevents appears in plain schedules that preempt a request."""
+    """Apply KVF022, because its bug appears in plain schedules in which vLLM preempts a request."""
     adapter = import_module(ADAPTER)
     impl = adapter.LMCacheConnectorV1Impl
     impl.build_connector_meta = kvf022.fix(adapter)(impl.build_connector_meta)

@@ -123,7 +123,7 @@ def dump(pid: int, folder: Path, **environment: str) -> dict[str, Any]:
 def server(
     lmcache: Path | None = None, options: tuple[str, ...] = (), log: Path | None = None, **settings: str
 ) -> Iterator[dict[str, Any]]:
-    """Use `kvfix run` to start an `lmcache server`, which loads no plugins. lmcache: folder of 0.4.6. None: newest."""
+    """Start `lmcache server`, which loads no plugins, with `kvfix run`. lmcache: folder of 0.4.6, or None (newest)."""
     start = (sys.executable, "-m", "kvfix_tools.cli", "run", "--")
     environment = clean_environment(*([lmcache] if lmcache else []), **settings)
     transfer_mode = ("--transfer-mode", "non_gpu") if lmcache else real_engine.ANY_MODE

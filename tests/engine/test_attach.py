@@ -118,7 +118,6 @@ def test_attach_and_detach_under_load(
 
 @start.LONG
 def test_vllm_serve(plain: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Attach and detach while requests come over HTTP and preempt one another."""
     answers: list[Any] = []
     stop = threading.Event()
 

@@ -1,7 +1,7 @@
-"""On a real engine, the audit of hits reports nothing if the cache is right. Otherwise it names chunk and layer.
+"""On a real engine, the audit of hits reports nothing if the cache is right. Else the audit names chunk and layer.
 
-The tests plant the faults of plugin/kvfix_engine_verify.py. start.py also runs this file as a program. The program runs
-LMCache in its own process, so that it can change chunks in LMCache's memory.
+The tests plant the faults of plugin/kvfix_engine_verify.py. start.py also runs this file as a program. LMCache and
+the program share one process, so the program can change chunks in LMCache's memory.
 """
 
 import json
@@ -117,7 +117,7 @@ class Engine:
 
 
 def healthy(engine: Engine) -> dict[str, Any]:
-    """Send all 25 prompts four times, in both orders and with both ways to sum, which makes 100 hits."""
+    """Send 25 prompts once, then four times more, which makes 100 hits. Vary the order and the way to sum."""
     cold = [engine.ask([each])[0] for each in PROMPTS]
     compared, right = [], True
     for order in (1, -1, 1, -1):

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 DRAFTS, ACCEPTED = "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens"
 ANSWERS = [(prompt(200, seed), 70) for seed in range(21, 25)]  # four prompts of three chunks, answers of one chunk
-#: Two rounds send ANSWERS. In the third round, each prompt is a prompt of ANSWERS, followed by the answer to it.
+#: Two rounds send ANSWERS. In the third round, each prompt is a prompt of ANSWERS followed by its answer.
 TURNS = [ANSWERS, ANSWERS, [(each, 8) for each in range(len(ANSWERS))]]
 NGRAM: dict[str, Any] = {
     "rounds": TURNS,
@@ -142,7 +142,6 @@ def test_sliding_windows(engines: Engines) -> None:
 
 
 def test_doctor_knows_the_server(engines: Engines, fresh: Fresh, tmp_path: Path) -> None:
-    """kvfix doctor reports the server's release. After the server stops, doctor reports that no server answers."""
     command, url = words(tmp_path, engines.transfer), f"tcp://localhost:{engines.port}"
     doctor = [sys.executable, "-m", "kvfix_tools.cli", "doctor", "--json", "--", *command]
     done = fresh.run(doctor, **real_engine.ENVIRONMENT)

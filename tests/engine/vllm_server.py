@@ -76,7 +76,7 @@ class Server:
         self.environment = clean_environment(PLUGIN, ROOT, **{**settings, **real_engine.ENVIRONMENT, **environment})
 
     def words(self, **sizes: Any) -> list[str]:
-        """Return vLLM's options. sizes: options that replace options in SIZES, or more options."""
+        """Return vLLM's options. sizes: options that replace or extend SIZES."""
         words = [(f"--{name}", str(value)) for name, value in {**SIZES, **sizes}.items()]
         return [*self._words, *itertools.chain(*words)]
 
@@ -114,7 +114,7 @@ class Server:
             time.sleep(0.1)
 
     def plant(self, fault: str) -> None:
-        """Plant this fault ("": none). The connector reads it at each load (plugin/kvfix_engine_verify.py)."""
+        """Plant this fault ("": none). The connector reads the fault at each load (plugin/kvfix_engine_verify.py)."""
         (self.folder / "fault").write_text(fault)
 
     def metric(self, name: str, **labels: str) -> float:

@@ -145,7 +145,7 @@ row(
 
 
 def _in_metadata_of_stores(block: int | None) -> Any:
-    """Replace the last block of KV group 1 in each store by `block`. If it is None, let no step wait for a store."""
+    """Replace the last block of KV group 1 in each store by `block`. For None, let no step wait for a store instead."""
 
     def processed(_: Any, process: Any, output: Any, metadata: Any) -> Any:
         answer = process(output, metadata)

@@ -49,7 +49,7 @@ begin_load_and_store = steps(
     [do.admit("loads", prompt(140)), do.admit("stores", prompt(160, seed=1))],
     until(lambda engine: engine.connector.server.loading and engine.connector.server.storing["stores"]),
 )
-#: Kill the server before the worker sends a load and a store, then start it. Then a request hits the server's disk.
+#: Kill the server before the worker sends a load and a store, then restart it. A request then hits the server's disk.
 KILLED = steps(
     [begin_load_and_store, do.server_dies(), do.step(2), do.server_comes_back(), do.run()],
     [again(128), counted("server_restarts", 1, 1)],

@@ -33,7 +33,7 @@ def checkout(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def shell(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> Shell:
-    """Install kvfix. Return a function that runs a user's command line and asserts that it exits with `code`."""
+    """Install kvfix. Return a function that runs a user's command line and asserts the exit code."""
     place = tmp_path_factory.mktemp("machine")
     home = place / "home"
     home.mkdir()

@@ -54,7 +54,7 @@ def test_a_finding_names_the_content_of_a_slot() -> None:
 
 
 def classes(copy: type[TorchCopy], **cell: str) -> dict[str, set[str]]:
-    """Run a cell with this class in place of TorchCopy. Return {stage: classes of the finding}."""
+    """Check a cell with `copy` in place of TorchCopy. Return {stage: error classes of the finding}."""
     check = CellCheck(Cell("torch", **cell), CPU)
     return {finding.stage: set(finding.classes) for finding in check.run(copy(check)).findings}
 

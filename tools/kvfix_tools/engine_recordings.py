@@ -1,8 +1,8 @@
 """Combine the recordings of several processes: assign each recording to its engine and rank, and order the events.
 
-The clocks of two machines differ. kvfix can bound the difference, because a rank begins a load after the scheduler has
-ordered the load, and before the scheduler learns that the load has ended. Each worker starts loads and stores in the
-order of the scheduler, so kvfix can match the events of the scheduler and a worker without clocks.
+The clocks of two machines differ. Two facts bound the difference: a rank begins a load after the scheduler orders the
+load, and before the scheduler learns that the load has ended. Each worker starts loads and stores in the order of the
+scheduler, so kvfix can match the events of the scheduler and a worker without clocks.
 """
 
 from collections import Counter
@@ -58,7 +58,7 @@ class Clock(NamedTuple):
     high: int | None
 
     def text(self, other: str) -> str:
-        """Return a text with `ahead` and its bounds. other: name of the clock with which `ahead` compares."""
+        """Return a text with `ahead` and its bounds. other: name of the clock to which `ahead` is relative."""
         low, high = (f"{value / 1e9:+.6f}" if value is not None else "?" for value in (self.low, self.high))
         return f"{self.ahead / 1e9:+.6f} s relative to {other}, between {low} and {high}"
 
@@ -101,7 +101,7 @@ class Engine:
 
     @cached_property
     def compared(self) -> dict[int, Compared]:
-        """{rank: comparison of the rank with the scheduler}; {} if the scheduler's loads were not recorded."""
+        """The comparison of each rank with the scheduler. {} if the scheduler's loads were not recorded."""
         if self.scheduler is None or not self.scheduler.line.get("sees_loads", True):
             return {}
         ordered = [entry.event for entry in self.scheduler.entries]
@@ -187,7 +187,7 @@ def processes(recordings: Iterable[Recording]) -> list[Recording]:
 
 
 def _answered(scheduler: Part, worker: Part, pairs: list[tuple[int, int]]) -> list[int]:
-    """Return lower bounds of `Clock.ahead`. If a request is not aborted, its loads begin before it ends."""
+    """Return lower bounds of `Clock.ahead`. Loads of a request that is not aborted begin before the request ends."""
     bounds, ended = [], dict[str, list[int]]()
     for at, entry in enumerate(scheduler.entries):
         if isinstance(entry.event, ev.Finished) and not entry.event.aborted:
@@ -230,7 +230,7 @@ def _key(event: ev.LoadDue | ev.Stored) -> tuple[str, ...]:
 
 
 def _anchors(due: list[tuple[str, ...]], started: list[tuple[str, ...]]) -> list[tuple[int, int]]:
-    """Return index pairs of equal events. Return [] if the orders differ: the recordings are of two engines."""
+    """Return index pairs of equal events. If the orders differ, the recordings are of two engines: return []."""
     once = {key for key, count in Counter(due).items() if count == 1}
     once &= {key for key, count in Counter(started).items() if count == 1}
     places = {key: at for at, key in enumerate(started)}

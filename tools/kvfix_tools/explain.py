@@ -72,7 +72,6 @@ def _of_rule(rule: Rule | lab_rules.LabRule) -> Entry:
 
 
 def _of_problem(problem: Problem) -> Entry:
-    """Return the entry of a known problem. If the problem has no cause, use the cause of the problem's first fix."""
     first = catalogue.find(problem.fixes[0]) if problem.fixes else None
     cause = problem.why or (" ".join(first.section("Cause").split()) if first else "")
     facts = {

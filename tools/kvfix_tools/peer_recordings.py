@@ -70,7 +70,7 @@ class Peers:
         self.engines = engines
         self.router = router
         self.links: list[Link] = []
-        #: {(engine, engine without a recording): number of requests of the first that read blocks of the second}
+        #: {(reading engine, engine without a recording): number of requests that read blocks of the second engine}
         self.missing: Counter[tuple[str, str]] = Counter()
         names = {(engine.name, event.name): event.request for engine in engines for event in _events(engine, ev.Leased)}
         for reads in engines:
@@ -85,7 +85,7 @@ class Peers:
         self.clock = functools.cache(self._clock)
 
     def _named(self, name: str, reads: Engine) -> Engine | None:
-        """Return a replica of the engine with this name whose scheduler was recorded, or None."""
+        """Return a replica of the engine with this name, or None. The replica must have a recorded scheduler."""
         found = [each for each in self.engines if each.name.rpartition(".")[0] == name and each.scheduler is not None]
         return next((each for each in found if each.connector == reads.connector), found[0] if found else None)
 
@@ -108,7 +108,7 @@ class Peers:
         return Clock.within(there.mono_at_wall_0 - here.mono_at_wall_0, lows, highs)
 
     def findings(self) -> Iterator[tuple[Finding, Engine, list[tuple[str, Entry]]]]:
-        """Yield (finding, engine that keeps the blocks, [(label of the process, entry)]), even "unknown" findings."""
+        """Yield each finding, even if its verdict is "unknown", as (finding, engine that keeps the blocks, history)."""
         by_kept: dict[tuple[str, str], list[Link]] = {}
         for link in self.links:
             by_kept.setdefault((link.keeps.name, link.kept), []).append(link)
@@ -167,7 +167,7 @@ class Peers:
 
 
 def _with_readers(engine: Engine, kept: str, readers: Sequence[Reader]) -> Iterator[ev.Event]:
-    """Yield a kept request's events, its lease's end and the reads. If a release is missing, yield the end last."""
+    """Yield a kept request's events, its lease's end and its reads. If a release is missing, yield the reads first."""
     ended, expired = _end(engine.history(kept))
     events = [entry.event for entry in _of_scheduler(engine, kept)]
     leased = any(isinstance(event, ev.Leased) for event in events)

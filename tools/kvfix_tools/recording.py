@@ -37,7 +37,7 @@ class Recording(NamedTuple):
 
 
 def read(path: Path) -> Recording:
-    """Read one file. Raise OSError if this fails, ValueError if the content is not a recorder file of this SCHEMA."""
+    """Read a recorder file. Raise OSError if reading fails, and ValueError if the file's content or SCHEMA is wrong."""
     _check_size("the file", path.stat().st_size)
     return parsed(str(path), path.read_bytes().splitlines())
 

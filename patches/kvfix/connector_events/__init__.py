@@ -1,7 +1,7 @@
 """Turn the hook calls of a connector into events of `kvfix.ledger`, which checks token counts.
 
 The flight recorder keeps the events. In modes `check` and `strict`, kvfix also checks each event by the ledger's rules.
-In mode `fix`, kvfix does not import this package. If the package raises, kvfix logs this once and the engine continues.
+In mode `fix`, kvfix does not import this package. If the package raises, kvfix logs one error and the engine continues.
 
 kvfix wraps functions of the scheduler, and the hooks of every connector class that `get_connector_class` of vLLM's
 factory returns. A wrapper of `create_connector` would miss the connectors inside a MultiConnector
@@ -105,7 +105,7 @@ def _around(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         except Violation:
             raise
         except Exception as error:
-            if error is not _errors.get(thread):  # no hook that the scheduler called has recorded the error yet
+            if error is not _errors.get(thread):  # no inner wrapped function has recorded the error yet
                 _errors[thread] = error
                 _record(watched, "raised", (name, error, args), {})
             raise

@@ -27,7 +27,7 @@ _HELD = "_kvfix_audit"
 _OTHER_WAYS = ("use_layerwise", "enable_blending", "enable_async_loading", "enable_pd")
 #: The values of vLLM's `cache_dtype` with which the KV cache is not quantized.
 _EXACT = ("auto", "half", "float16", "bfloat16", "float", "float32")
-#: `Difference.error` is _NO_NUMBER if the cached KV is not finite, or if vLLM's KV is zero and the cached KV is not.
+#: `Difference.error` is _NO_NUMBER if the cached KV is not finite, or if only vLLM's KV is zero.
 _NO_NUMBER = 1e9
 
 
@@ -113,7 +113,7 @@ class Difference(NamedTuple):
 
 
 def largest(off: Any, of: Any, limits: Sequence[float]) -> Difference:
-    """Return the first difference that is above its limit. If there is none, return the one nearest to its limit.
+    """Return the first difference above its limit. If there is none, return the difference nearest to its limit.
 
     off: squared norms of the difference. of: squared norms of the computed KV. Both are [layers, parts, tokens].
     """
@@ -186,7 +186,7 @@ def _kind(tensor: Any) -> str:
 
 
 def begin(connector: Any, fraction: float, key: str) -> Audit | None:
-    """Start to audit this connector. Return None if the audit does not support it. key: for `applying.attach`."""
+    """Audit this connector. Return None if the audit does not support the connector. key: for `applying.attach`."""
     reason = _reason(connector)
     if reason:
         engine_log.warning(f"audit: hits of {type(connector).__name__} are not audited: {reason}")
@@ -198,7 +198,7 @@ def begin(connector: Any, fraction: float, key: str) -> Audit | None:
 
 
 def _reason(connector: Any) -> str:
-    """Return why the hits of this connector cannot be audited, or "" if they can."""
+    """Return the reason why the audit does not support this connector, or ""."""
     impl = getattr(connector, "_lmcache_engine", None)
     if impl is None:
         return "the audit supports only LMCache in process (LMCacheConnectorV1)"

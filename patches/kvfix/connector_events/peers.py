@@ -119,7 +119,7 @@ class Mooncake(_Peer):
 
 
 class Leases:
-    """The leases of one worker, until `ended` removes them. extension: seconds from a renewal to the lease's end."""
+    """The leases of one worker. `ended` removes a lease. extension: seconds from a renewal to the lease's end."""
 
     def __init__(self, extension: float | None) -> None:
         self.extension = extension
@@ -144,7 +144,7 @@ class Leases:
 
 
 def watch(connector: Any, key: str) -> Leases | None:
-    """Wrap methods of the worker and return its leases; None if it lacks the methods. key: for `applying.attach`."""
+    """Wrap methods of the worker and return its leases, or None if a method is missing. key: for `applying.attach`."""
     worker = getattr(connector, "connector_worker", None)
     wrappers = next((each for known, each in _WRAPPERS.items() if hasattr(type(worker), known)), {})
     if not wrappers or not all(hasattr(type(worker), name) for name in wrappers):

@@ -4,12 +4,12 @@ from kvfix.fixes.api import NIXL_BASE_WORKER, Any, stubs
 
 
 def now() -> float:
-    """Return the time, in seconds, of the clock of NixlConnector's leases. `kvfix lab` replaces this clock."""
+    """Return the time in seconds, by the clock that NixlConnector uses for leases. `kvfix lab` replaces this clock."""
     return float(NIXL_BASE_WORKER.imported.time.perf_counter())
 
 
 def fail_load(worker: Any, request_id: str, *_: Any, **__: Any) -> Any:
-    """Report this load as failed, so that `kv_load_failure_policy` applies. Fixes also use this as `on_fault`."""
+    """Report a load as failed, so that `kv_load_failure_policy` applies. Fixes also use `fail_load` as `on_fault`."""
     return worker._handle_failed_transfer(request_id, None, worker._recv_failures, record_failed_transfer=False)
 
 
@@ -66,7 +66,7 @@ def remote_prefill(tokens: int, request_id: str = stubs.NAME, **params: Any) -> 
 
 
 def finished_prefill(tokens: int, **more: Any) -> Any:
-    """Return an ended request for probes. It ran on the prefill instance, and decode will read its blocks."""
+    """Return, for probes, a request that has ended on the prefill instance. Decode will read the blocks."""
     from vllm.v1.request import RequestStatus
 
     params, status = {"do_remote_decode": True}, RequestStatus.FINISHED_LENGTH_CAPPED

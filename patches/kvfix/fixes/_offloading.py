@@ -1,4 +1,4 @@
-"""Code that the fixes for vLLM's offloading connectors share. It handles failed copies and the reports about them."""
+"""Handle failed copies and the reports of failures, for the fixes of vLLM's offloading connectors."""
 
 from collections.abc import Callable, Collection
 
@@ -26,7 +26,7 @@ def fails_jobs(mark: str, find: Callable[[Any, Any], Collection[int]]) -> Fixing
     After a failed store, the manager drops the store's chunks. If the store's request still runs, the scheduler stores
     all chunks of this request again. After a failed load, the request loads nothing more.
     mark: name of the scheduler's attribute that keeps a failed job until every worker has reported the job as done.
-    find: (scheduler, report) -> jobs that are failed according to this report and were not failed before.
+    find: (scheduler, report) -> jobs that have newly failed according to this report.
     """
 
     @fix_around(on_fault=all_stores_fail)

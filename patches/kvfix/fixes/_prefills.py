@@ -1,4 +1,4 @@
-"""Code that the fixes for NixlConnector and MooncakeConnector share. It handles decode requests with a remote prefill.
+"""Handle decode requests with a remote prefill, for the fixes of NixlConnector and MooncakeConnector.
 
 Only the first request that asks for the blocks of a prefill gets the blocks (KVF340, KVF363, KVF367). kvfix keeps only
 hashes of ids, because ids may be long. If two prefills have equal hashes, the later request computes its prompt.
@@ -73,7 +73,7 @@ def promise_if(is_right: Callable[[Any, Any], Any]) -> Fixing:
 
 
 def drop_peerless(module_name: str, names_peer: Callable[[Any], bool]) -> Fixing:
-    """Return a fix for `build_connector_meta` that removes requests from `_reqs_need_recv` if they name no prefill."""
+    """Return a fix for `build_connector_meta`. The fix removes requests without a prefill from `_reqs_need_recv`."""
 
     @fix_before(when=lambda connector, *_, **__: connector._reqs_need_recv)
     def build_connector_meta(connector: Any, *_: Any) -> None:

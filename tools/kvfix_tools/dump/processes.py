@@ -49,7 +49,7 @@ def tree(pid: int) -> list[Process]:
 
 
 def elsewhere(tree: list[Process]) -> list[Process]:
-    """Return the engine's processes on this node that `tree` lacks, such as Ray's workers, whose parent is a raylet."""
+    """Return the engine's processes on this node that `tree` lacks. A Ray worker, for example, is a raylet's child."""
     engines = {engine for process in tree for engine in ready(process).get("engines", ())}
     found: list[Process] = []
     for directory in dict.fromkeys(process.directory for process in tree):
@@ -86,7 +86,7 @@ def own_text(process: Process, path: Path) -> str:
 
 
 def _described(pid: int) -> Process | None:
-    """Describe a process. Return None if the process does not exist. Fields that kvfix may not read stay empty."""
+    """Return None if the process does not exist. Fields that kvfix may not read stay empty."""
     if pid not in psutil.pids():
         return None
     try:

@@ -40,7 +40,6 @@ def main(lmcache_path: Path = Path(".cache/lmcache/0.3.10"), json: bool = False)
 
 
 def _play(scenario: Scenario, fixes: bool) -> Result:
-    """Play the scenario. Keep only the log events of the request LONG, and the events without a request."""
     done = runner.play(scenario, fixes)
     return done._replace(log=[(step, event) for step, event in done.log if event.request in (LONG, "")])
 

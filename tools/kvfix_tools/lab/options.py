@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 class Known(NamedTuple):
     name: str  # name of the class that vLLM loads
     side: str  # the lab's class for both roles of the connector, as module:class
-    needs: dict[str, tuple[str, str]]  # {distribution: (releases that the lab plays, why it plays no others)}
+    needs: dict[str, tuple[str, str]]  # {distribution: (releases that the lab plays, why no other release)}
     module: str | None = None  # module of the class, if vLLM has another class with the same name
 
 
@@ -61,7 +61,7 @@ CONNECTORS = tuple(KNOWN)
 PAIRS = tuple(each for each in CONNECTORS if each.startswith(("nixl", "mooncake")))
 #: Connectors of PAIRS that can have several ranks. The two engines can have different numbers of ranks.
 WITH_RANKS = ("nixl-pull", "nixl-push")
-#: Connectors whose transfers NIXL makes.
+#: Connectors that transfer KV with NIXL.
 BY_NIXL = tuple(each for each in PAIRS if each.startswith("nixl"))
 #: Connectors with which two engines can share a cache (pair.py).
 SHARED = ("v1", "mp")

@@ -32,7 +32,7 @@ def content(handle: int) -> bytes:
 
 
 class SharedFolder:
-    """folder: an open descriptor, which this object closes. The methods use only the last part of a path."""
+    """Files in a folder. folder: an open descriptor, which this object closes. Methods use only a path's last part."""
 
     def __init__(self, folder: int, user: int) -> None:
         self._here, self._user = folder, user

@@ -44,7 +44,7 @@ class Reply(NamedTuple):
 
     @property
     def hits(self) -> int | None:
-        """Tokens from the connector: `counted` if known, else `cached`, as kvfix has emptied the GPU's own cache."""
+        """Tokens from the connector. Without `counted`, use `cached`, because kvfix has emptied the GPU's own cache."""
         return self.cached if self.counted is None else self.counted
 
 

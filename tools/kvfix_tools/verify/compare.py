@@ -21,7 +21,7 @@ MARGIN = 2.0
 TOO_NOISY = 2.0  # in nats. If the limit (MARGIN times the noise) is above this value, the run proves nothing
 FAR = 20.0  # a difference above this multiple of the largest control is not noise, even if new prompts differ less
 SPARE = 2  # number of fresh prompts (`Judge.needed`) that need not differ
-SMALLEST = -9999.0  # vLLM's smallest log probability. kvfix also uses it for NaN
+SMALLEST = -9999.0  # vLLM's smallest log probability. kvfix also uses this value for NaN
 
 
 class Answer(NamedTuple):

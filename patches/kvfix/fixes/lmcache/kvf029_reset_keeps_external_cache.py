@@ -9,7 +9,7 @@ since 0.5.6, but vLLM's copy of this connector does not. vLLM's base class retur
 0.32.0:785-790). `reset_connector_cache` treats None as success (scheduler.py 0.32.0:2898).
 
 Fix: With the fix, the reset returns False if an LMCache connector has no `reset_cache`, even inside a MultiConnector.
-The fix cannot reach LMCache's cache in other processes, on disk or in a shared store. To empty it, do one of these:
+The fix cannot reach LMCache's cache in other processes, on disk or in a shared store. To empty the cache, do one of:
 
 - With LMCache in process, call `DELETE /cache/clear` of each worker's API server (`internal_api_server_enabled`).
 - With LMCache multi-process, call `POST /cache/clear` of the LMCache server.

@@ -45,7 +45,7 @@ class Unsaved:
         self.saves: dict[str, tuple[int, Any]] = {}
 
     def take(self, scheduler_output: Any) -> dict[str, Any]:
-        """Remove and return due saves. Drop saves without blocks: the request ended or resumed, or its id is new."""
+        """Remove and return the due saves. Drop a save if its request no longer has the blocks of the save."""
         again = {new.req_id for new in scheduler_output.scheduled_new_reqs}
         resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
         for name in again.union(resumed, scheduler_output.finished_req_ids):

@@ -5,7 +5,7 @@ Symptom: Prefill's EngineCore dies in `request_finished` with `IndexError: list 
 - A proxy asks for the first token (`"kv_transfer_params": {"ret_first_tok": true}`) and disconnects during the prefill.
 - The load of a request with `ret_first_tok` fails, with `kv_load_failure_policy=fail`.
 
-Cause: `request_finished` returns `request._output_token_ids[0]` (0.5.6 vllm_v1_adapter.py:1926), which may not exist.
+Cause: `request_finished` returns `request._output_token_ids[0]` (0.5.6 vllm_v1_adapter.py:1926). The list may be empty.
 
 Fix: If the request has generated no token, the fix hides `ret_first_tok` from `request_finished`.
 - Remove when: `request_finished` checks whether the request has generated a token.

@@ -3,8 +3,8 @@
 Symptom: EngineCore of the decode engine dies with `KeyError: 'remote_engine_id'`, `KeyError: 'remote_bootstrap_addr'`
 or `TypeError: unhashable type` in `build_connector_meta`.
 
-Cause: If a request ends before it was scheduled, MooncakeConnector must tell the prefill engine to free the blocks. For
-this, request_finished adds the request to the list of requests that wait for KV (mooncake_connector.py 0.32.0:1141).
+Cause: If a request ends before it was scheduled, MooncakeConnector must tell the prefill engine to free the blocks. So
+request_finished adds the request to the list of requests that wait for KV (mooncake_connector.py 0.32.0:1141).
 The next step reads the peer from the request's parameters without a check (:691).
 
 Fix: Before build_connector_meta, the fix removes requests without a peer from the list of requests that wait for KV.

@@ -26,12 +26,12 @@ def _prefill(connector: Any, params: Any) -> tuple[Any, ...] | None:
     return prefill if all(isinstance(each, str) for each in prefill) else None
 
 
-# Without the second wrapper, an abort of the second request makes prefill free blocks that the first one still reads.
+# Without the second wrapper, an abort of the second request makes prefill free blocks that the first request reads.
 promise_once, end_once = _prefills.for_the_first(_prefill)
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Look up two requests for one prefill. With the bug, both get its tokens."""
+    """Look up two requests for one prefill. With the bug, the connector promises tokens to both requests."""
     connector, peer = _mooncake.scheduler_side("kv_consumer"), dict.fromkeys(_mooncake.PEER, "p")
     return _prefills.promised_twice(hook, connector, **peer)
 

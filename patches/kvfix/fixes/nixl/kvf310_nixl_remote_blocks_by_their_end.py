@@ -8,9 +8,9 @@ Cause: After a prefix hit, `_apply_prefix_caching` takes the blocks for the rest
 prefill engine's list (base_worker.py 0.32.0:3455). The pairs are right only if both lists end at the same token. If the
 router does not set `max_tokens` to 1 and the generated tokens need a new block, prefill's list is too long.
 
-Fix: Before a read, the fix removes blocks after the prompt from the prefill engine's list, so that both lists end at
-the same token. If this list is too short, the load fails, and `kv_load_failure_policy` decides. The fix does nothing
-for KV groups without full attention, for different block sizes, or with context parallelism.
+Fix: Before a read, the fix cuts the prefill engine's list after the prompt's last block, so that both lists end at
+the same token. If the prefill engine's list is too short, the load fails, and `kv_load_failure_policy` decides. The fix
+does nothing for KV groups without full attention, for different block sizes, or with context parallelism.
 - Remove when: vLLM pairs the blocks by their position in the prompt.
 """
 

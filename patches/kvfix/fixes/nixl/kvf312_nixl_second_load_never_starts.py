@@ -1,8 +1,8 @@
 """A request of a prefill engine waits for ever: NixlConnector promises blocks of a decode engine, but starts no load.
 
 Symptom: A request of a prefill engine stays in WAITING_FOR_REMOTE_KVS and keeps its blocks. With
-`bidirectional_kv_xfer` this happens after a preemption, or after a load that failed or was declined (`Declining expired
-remote read`). Without this option it happens to each request whose parameters name the blocks of the previous turn.
+`bidirectional_kv_xfer` the bug occurs after a preemption, or after a load that failed or was declined (`Declining
+expired remote read`). Without this option, the bug affects requests whose parameters name blocks of the previous turn.
 
 Cause: get_num_new_matched_tokens promises `remote_num_tokens` as long as the parameters name remote blocks
 (pull_scheduler.py 0.32.0:66-104). update_state_after_alloc starts a load only with `bidirectional_kv_xfer`, and only
@@ -27,7 +27,7 @@ def fix(connector: Any, request: Any) -> bool:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Look up the blocks of the previous turn for the second time. With the bug, they are promised again."""
+    """Look up the blocks of the previous turn for the second time. With the bug, the blocks are promised again."""
     connector = _nixl.scheduler_side(is_bidirectional_kv_xfer_enabled=True)
     params = {
         "do_remote_decode": True, "remote_block_ids": [[1, 2]], "remote_engine_id": "d", "remote_request_id": "r",

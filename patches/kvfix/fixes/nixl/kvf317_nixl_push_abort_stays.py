@@ -5,11 +5,11 @@ Symptom: The worker keeps the parameters of each aborted request. `kvfix look` s
 
 Cause: If a request ends before it was scheduled, request_finished adds the request, without blocks, to the requests
 that wait for KV. This entry should make the worker notify the prefill engine (push_scheduler.py 0.32.0:233-243). In
-push mode, start_load_kv only records the request as waiting (push_worker.py 0.32.0:197), and nothing ever arrives for
-it. The worker of pull mode does not record the request (pull_worker.py 0.32.0:73).
+push mode, start_load_kv only records the request as waiting (push_worker.py 0.32.0:197), and no block ever arrives.
+The worker of pull mode does not record the request (pull_worker.py 0.32.0:73).
 
-The worker also keeps a request if another connector of a MultiConnector, or vLLM's own prefix cache, has all its
-tokens. Because update_state_after_alloc skips this request (push_scheduler.py:160), request_finished adds it too.
+The worker also keeps a request whose tokens are all in another connector of a MultiConnector, or in vLLM's own prefix
+cache. Because update_state_after_alloc skips this request (push_scheduler.py:160), request_finished adds it too.
 
 Fix: After start_load_kv, the fix removes a request without blocks from `_recving_metadata`. The prefill engine keeps
 the blocks of the request until their lease ends, as it does without the fix.

@@ -27,7 +27,7 @@ def note_first(connector: Any, answer: None, request: Any, *_: Any) -> None:
 
 @_prefills.promise_if
 def promise_once(connector: Any, request: Any) -> bool:
-    """Promise the prefill if no request has registered for it. If another has, let this request compute its prompt."""
+    """Promise the prefill if no request has registered for it. Else let this request compute its prompt."""
     if not _prefills.has_another(connector, _prefill(request)):
         return True
     _prefills.compute(request)

@@ -21,7 +21,7 @@ _QUEUE, _STEP, _PREFILL = "nothing-moves", "step-does-not-end", "decode-waits-fo
 
 
 class _Still(dict[tuple[str, str], "tuple[int, str, LogLine, str]"]):
-    """For each engine: (intervals without a token, text of the statistics, last line, name of the fitting finding)."""
+    """Engines without progress, each with (intervals without a token, statistics as text, last line, finding)."""
 
 
 @note("stats")

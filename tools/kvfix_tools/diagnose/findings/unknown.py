@@ -152,5 +152,4 @@ def _what(log: Diagnosis, line: LogLine) -> str:
 
 
 def _evidence(log: Diagnosis, first: LogLine) -> tuple[LogLine, ...]:
-    """Return the line with the error, then the last lines of up to four processes."""
     return (first, *[line for line in log.failures.last.values() if line is not first][:4])

@@ -45,7 +45,7 @@ def _blocks(changed: Callable[[list[Any]], Any]) -> Callable[[Params], Params]:
     return lambda params: {**params, ids: changed(list(params[ids][0]) if params[ids] else [])}
 
 
-#: {fault of a router or client: function that makes the fault in the parameters of a request for decode}
+#: {fault of a router or client: function that puts the fault into a decode request's parameters}
 OF_NIXL: dict[str, Callable[[Params], Params]] = {
     "no_blocks": _with(remote_block_ids=[]),
     "no_host": _without("remote_host"),
