@@ -18,7 +18,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-#: Each mode also does what the modes before it do: apply fixes, record hooks, check rules, raise exceptions.
+#: fix applies fixes. observe also records hooks. check also checks rules. strict also raises exceptions.
 MODES = ("fix", "observe", "check", "strict")
 
 

@@ -27,13 +27,13 @@ class Session:
     def __init__(self) -> None:
         #: None if kvfix does nothing in this process.
         self.config: Config | None = None
-        #: {environment variable that `apply()` has changed: its earlier value, or None if it was not set}.
+        #: Earlier value of each environment variable that `apply()` has changed. None: the variable was not set.
         self.environment: dict[str, str | None] = {}
 
         # The lines of kvfix in the engine's log (engine_log).
         #: The logged texts, the oldest first.
         self.reported: dict[str, None] = {}
-        #: {kind of a line: (number of logged lines, monotonic seconds of the last one, lines left out since then)}.
+        #: For each kind of line: logged lines, monotonic seconds of the last logged line, lines left out since then.
         self.lines: dict[str, tuple[int, float, int]] = {}
         #: {kind of an error in kvfix's code: number of errors}.
         self.faults: dict[str, int] = {}
@@ -49,7 +49,7 @@ class Session:
         # Fixes (applying). A thread that holds the lock imports no module with functions to fix.
         self.lock = RLock()
         self.wrapped: dict[tuple[str, str], WrappedFunction] = {}
-        #: {function of a wanted fix, if its module is imported: state after kvfix has tried to apply the fix}.
+        #: {function of a wanted fix in an imported module: state after kvfix has tried to apply the fix}.
         self.outcomes: dict[Target, Applicability] = {}
         #: {function of a wanted fix: state of the function without kvfix's wrappers}.
         self.judged: dict[Target, Applicability] = {}
@@ -76,7 +76,7 @@ class Session:
         self.failed_generation = -1
 
         # Reports (violations, dump, signals, metrics).
-        #: {rule: number of all its violations, including violations without a report}.
+        #: {rule: number of violations, including violations without a report}.
         self.violations: dict[str, int] = {}
         #: {kind of report: monotonic seconds of the last report}. `reports` is the number of reports of all kinds.
         self.report_times: dict[str, float] = {}

@@ -1,3 +1,3 @@
-"""The version of kvfix, which recorder files contain too."""
+"""The version of kvfix. Recorder files contain this version."""
 
 VERSION = "0.1.0"

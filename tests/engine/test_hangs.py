@@ -36,7 +36,7 @@ TWENTY = {"num_gpu_blocks_override": 21, "max_model_len": 640, "scheduling_polic
 
 
 class Hang(NamedTuple):
-    """code, message: the verdict's code and a part of its text. fix: a fix to leave out, as it prevents the hang."""
+    """code, message: the verdict's code and a part of its text. fix: the skipped fix, which would prevent the hang."""
 
     code: str
     message: str

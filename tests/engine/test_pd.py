@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 LOAD, KILLED = (200, 16) if "KVFIX_TEST_LONG" in os.environ else (40, 12)
 #: Seconds for which prefill keeps blocks. On a busy host decode may read later than vLLM's default of 30 s.
 LEASE = 120
-#: Maximum number of starts of both engines. The test starts both again if the handshake comes too late.
+#: Maximum number of starts of both engines. The fixture `pair` starts both engines again if the handshake is late.
 STARTS = 4
 SEEDS = itertools.count(1)
 #: The finding in decode's log for a request whose parameters name no host.
@@ -89,7 +89,7 @@ def computed(engine: Server) -> dict[str, float]:
 
 
 def test_equal_answers(pair: Pair, expected: Answers) -> None:
-    """NIXL transfers the KV of all prompts, exactly as many bytes as the prompts' blocks have."""
+    """NIXL transfers exactly the bytes of all blocks of the prompts."""
     asked = ROUNDS["load"]
     tokens, blocks = sum(len(each) for each, _ in asked), sum(-(-len(each) // BLOCK) for each, _ in asked)
     assert ask_all(pair.url, asked[1:]) == expected["load"][1:]

@@ -20,7 +20,7 @@ LEASED, READ, PUSHED = ev.Leased("r", 30.0), LeaseRead("r", "d"), LeaseRead("r",
 WRITES = WriteBegun("r", "d")
 COMPARED = ev.Compared("r", 3, 1, 64, 128, "model.layers.0.self_attn.attn", "K", 70, 1.4, 0.008)
 EXPIRED, NOTICED = ev.LeaseEnded("r", True), ev.LeaseEnded("r", False)
-#: LATE: a lookup has timed out once. TWICE: it has timed out twice without a pause.
+#: LATE: a lookup has timed out once. TWICE: a lookup has timed out twice without a pause.
 LATE = [FRESH, ev.TimedOut("r", 3.0, 10.0)]
 TWICE = [*LATE, ev.TimedOut("r", 3.0, 13.1)]
 #: vLLM has computed 336 tokens of a hit of 512.
@@ -181,7 +181,7 @@ def test_every_rule_has_cases_and_a_docstring() -> None:
 
 
 def test_tools_do_not_miss_a_rule() -> None:
-    """Importing kvfix_tools.ledger registers the rules that it defines. So the tools import RULES from there."""
+    """Importing kvfix_tools.ledger registers this module's rules. So the tools import RULES from this module."""
     texts = {path: path.read_text() for path in (ROOT / "tools").rglob("*.py") if path.name != "ledger.py"}
     assert not [path for path, text in texts.items() if re.search(r"from kvfix\.ledger(\.rules)? import .*RULES", text)]
 

@@ -27,7 +27,7 @@ def test_nothing_installed(fresh: Fresh) -> None:
 
 
 def test_too_old(tmp_path: Path, fresh: Fresh) -> None:
-    """The release is older than the connector. It lacks the connector's module, and kvfix does not know the version."""
+    """The release does not have the connector's module, and kvfix does not know the release."""
     (tmp_path / "lmcache").mkdir()
     (tmp_path / "lmcache/__init__.py").touch()
     (tmp_path / "lmcache-0.1.4.dist-info").mkdir()

@@ -63,7 +63,7 @@ def test_a_wrapper_that_fails_changes_nothing(found: Fix, caplog: Any) -> None:
 UNFIT = ("KVF007", "KVF011", "KVF014", "KVF017", "KVF019", "KVF026", "KVF030", "KVF033", "KVF034")
 KNOWN = fingerprints()
 PLAYED = [name for name in KNOWN["lmcache"]["releases"] if Version(name) >= Version("0.3.10")]
-#: Fixes with which a probe may still show the bug: they act in another function, or (KVF330) only after `_TOLD` is set.
+#: With these fixes a probe may still show the bug. The fixes act in another function, or (KVF330) after `_TOLD` is set.
 BLIND = [
     "KVF029", "KVF037", "KVF038", "KVF106", "KVF112", "KVF117", "KVF201", "KVF220", "KVF221", "KVF330", "KVF367",
     "KVF373",
@@ -71,7 +71,7 @@ BLIND = [
 
 
 def targets(dist: str, release: str) -> list[tuple[str, Target]]:
-    """Return targets with a probe. Skip multi-process fixes for LMCache before 0.4.2: it reports no failed blocks."""
+    """Return targets with a probe. LMCache before 0.4.2 reports no failed blocks, so skip its multi-process fixes."""
     is_early = dist == "lmcache" and Version(release) < Version("0.4.2")
     return [
         (found.code, target)

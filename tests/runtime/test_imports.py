@@ -21,7 +21,6 @@ class WithoutTypes(ast.NodeTransformer):
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
-    """Yield the modules that this code imports, also in functions."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -31,7 +30,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
                 yield inside if inside in FILES else node.module
 
 
-#: {module of kvfix: the modules of kvfix that it imports, except those only for type checking}
+#: The modules of kvfix that each module of kvfix imports, except imports only for type checking.
 NEEDS = {
     name: FILES.keys() & set(imported(WithoutTypes().visit(ast.parse(path.read_text()))))
     for name, path in FILES.items()

@@ -72,7 +72,7 @@ def candidates(text: str) -> list[Candidate]:
 
 
 def _entries() -> Iterator[tuple[Candidate, str, str]]:
-    """Yield (candidate, text of its symptom, text of its entry)."""
+    """Yield (candidate, text of the symptom, text of the entry)."""
     for fix in fixes.fixes():
         confirm = "kvfix status --probe shows whether this installation has the bug"
         if fix.scenarios:

@@ -99,7 +99,7 @@ def status(
 
 
 def _select(rows: list[FixRow], names: Sequence[str], connector: str, severity: str, transfer_config: str) -> Selected:
-    """Return the rows that the options select. Raise ValueError for an unknown fix, connector or severity."""
+    """Raise ValueError for an unknown fix, connector or severity."""
     codes = {_code(name) for name in names}
     effect = severity.strip().lower().replace("-", " ")
     if effect not in ("", *EFFECTS):
@@ -122,7 +122,7 @@ def _code(name: str) -> str:
 
 
 def _probed(target: Target) -> applicability.Applicability:
-    """Judge a target, and run its behaviour probe if its code is unknown. The probe imports the target's module."""
+    """Judge a target. If the target's code is unknown, import the module and run the behaviour probe."""
     by_file = applicability.judge(target)
     if by_file.state != "unknown":
         return by_file
@@ -134,9 +134,9 @@ def _probed(target: Target) -> applicability.Applicability:
 
 
 def overview(selected: Selected) -> list[str]:
-    """Return at most 24 lines of 80 columns: releases, connector, what kvfix fixes, what it does not fix, SUMMARY."""
+    """Return at most 24 lines of 80 columns: releases, connector, bugs that kvfix fixes, other bugs, SUMMARY."""
     by_state = sorted(selected.rows, key=lambda each: applicability.STATES.index(each[1].verdict), reverse=True)
-    # Take the worst row of each fix. A fix has two rows if its targets are in two distributions.
+    # A fix has two rows if its targets are in two distributions.
     worst = {fix.code: (fix, row) for fix, row in by_state if row.verdict in _PRESENT}
     fixed = [(fix, row) for fix, row in worst.values() if row.verdict in ("applicable", "applied")]
     others = [(fix, row) for fix, row in worst.values() if row.verdict not in ("applicable", "applied")]
@@ -189,7 +189,6 @@ def _counted(fixed: list[tuple[Fix, FixRow]], selected: Selected) -> list[str]:
 
 
 def _print_rows(selected: Selected, everything: bool) -> None:
-    """Print verdict, effect, title, reason and command of each fix, sorted by verdict and then by effect."""
     rows = [(fix, row) for fix, row in selected.rows if everything or row.verdict in _PRESENT]
     states = applicability.STATES
     rows.sort(key=lambda each: (states.index(each[1].verdict), EFFECTS.index(each[0].effect), each[1].code))

@@ -3,7 +3,7 @@
     python -m maintain released_findings [CONNECTOR...]
 
 A fix belongs to a finding if the fuzzer's steps show the finding when only this fix is missing. For each kind of
-finding, the program tries seeds until one of them shows which fixes belong to the finding.
+finding, the program tries seeds until a seed shows which fixes belong to the finding.
 """
 
 import math
@@ -33,7 +33,7 @@ CONNECTORS = {"v1": "0.5.6", "mp": "0.5.6", "mp-in-tree": "0.4.6"}
 
 @dataclass(frozen=True)
 class Row:
-    """Findings of one rule with the same fixes. seed: lowest seed that shows the fixes. message: one finding."""
+    """Findings of one rule with the same fixes. seed: lowest seed that shows the fixes. message: the text of one."""
 
     rule: str
     fixes: list[str]  # each fix without which the findings appear. []: several fixes each prevent the findings

@@ -126,7 +126,7 @@ class SimpleOffload(Reader):
         super().__init__(connector)
         #: The scheduler's manager. None in the worker, and without prefix caching.
         self._manager: Any = getattr(connector, "scheduler_manager", None)
-        #: {request: tokens that vLLM had computed at the last hit}, and {request: token at which its last store ends}
+        #: _computed: tokens that vLLM had computed at a request's last hit. _stored: end of a request's last store.
         self._computed: dict[str, int] = {}
         self._stored: dict[str, int] = {}
 

@@ -117,7 +117,7 @@ def write(reason: str, finding: Finding | None = None, more: Iterable[dict[str, 
 
 
 def began(pid: int | str = "self") -> int:
-    """Return the start time of a process, which distinguishes the process from a later one with the same pid."""
+    """Return the start of a process, in clock ticks after boot. A later process may have the same pid."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         return int(file.read().rpartition(b")")[2].split()[19])
 

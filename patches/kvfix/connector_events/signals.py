@@ -68,7 +68,7 @@ def announced(descriptor: int) -> Iterator[int]:
 
 
 def withdraw() -> None:
-    """Remove the announcements. Idempotent."""
+    """Remove the announcements of this process."""
     while session.announced:
         recorder.remove(session.announced.pop())
 

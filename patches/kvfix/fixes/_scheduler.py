@@ -10,8 +10,8 @@ def is_within_step(*more: Any) -> bool:
     """Return True if this call of `_update_requests_with_invalid_blocks` is for synchronous loads (within the step).
 
     more: the arguments after the block ids. The last argument is `evict_blocks`, which is False for loads between
-    steps. vLLM 0.11 does not have `evict_blocks`, so the answer is True for both kinds of loads. This does no harm:
-    blocks of a load between steps are not in the prefix cache yet, so no other request uses them.
+    steps. vLLM 0.11 does not have `evict_blocks`, so the answer is True for both kinds of loads. The answer does
+    no harm: blocks of a load between steps are not in the prefix cache yet, so no other request uses the blocks.
     """
     return not more or bool(more[-1])
 
@@ -41,7 +41,7 @@ def lmcache_adapters(scheduler: Any) -> list[Any]:
 
 
 def running(*requests: Any, adapter: Any = None) -> Any:
-    """Return a scheduler for probes, which runs these requests with this LMCache adapter. Each has blocks 3 and 4."""
+    """Return a scheduler for probes, with this LMCache adapter. Each of the running requests has blocks 3 and 4."""
     pool = stubs.Stub(blocks=[stubs.Stub(ref_cnt=1, block_hash=None)] * 5)
     manager = stubs.Stub(get_block_ids=lambda name: ([3, 4],), evict_blocks=stubs.Calls(), block_pool=pool)
     by_name = {request.request_id: request for request in requests}

@@ -9,7 +9,7 @@ from kvfix.fixes.api import Any, stubs
 
 
 def of(connector: Any) -> dict[int, tuple[int, int]]:
-    """Return {KV group: (tokens in a sliding window with vLLM's extra tokens for MTP, tokens in a block)}."""
+    """Return {KV group: (tokens in a window, tokens in a block)}. A window includes vLLM's extra tokens for MTP."""
     return {
         number: (spec.sliding_window + getattr(spec, "extra_retained_tokens", 0), spec.block_size)
         for number, spec in _specs(connector, "SlidingWindowSpec")
@@ -28,7 +28,6 @@ STATE = 2
 
 
 def _specs(connector: Any, name: str) -> list[tuple[int, Any]]:
-    """Return (number, spec) of the KV groups whose spec is of this class."""
     found = []
     for number, group in enumerate(connector._kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
@@ -64,7 +63,7 @@ def has_transfers(connector: Any, answer: Any, scheduler_output: Any, metadata: 
 def stored(hook: Any, module: Any, connector: Any, computed: int, tokens: int, **blocks: Any) -> list[Any]:
     """Return, for probes, the metadata of a step and of its requests. The step computes `tokens` tokens of one request.
 
-    blocks: pass `blocks=[]` for a request that is not new. The step adds no blocks, because the tracker has them all.
+    blocks: pass `blocks=[]` for a request that is not new. The step adds no blocks, because the tracker has all blocks.
     """
     metadata = module.LMCacheMPConnectorMetadata()
     new = None if blocks else stubs.Stub(req_id=stubs.NAME, num_computed_tokens=computed)

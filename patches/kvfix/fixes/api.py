@@ -57,7 +57,7 @@ fix_before = functools.partial(_decorator, before)
 #: `@fix_after(when=..., on_fault=...)` decorates code that runs after the fixed function.
 fix_after = functools.partial(_decorator, after)
 #: `@fix_around` decorates a generator that runs before and after the fixed function. `answer = yield` calls the fixed
-#: function. `yield (arguments,)` calls it with other arguments. A return before the `yield` skips the fixed function.
+#: function. `yield (arguments,)` passes other arguments. A return before the `yield` skips the fixed function.
 fix_around = functools.partial(_decorator, around)
 
 

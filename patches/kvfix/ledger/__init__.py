@@ -69,7 +69,7 @@ class History:
             # After a load between steps, vLLM calls update_state_after_alloc again, with 0 tokens. Skip this call.
             if event.external or self.admitted or self.granted is None or not self.granted.external:
                 if self.admitted:
-                    self.asked = None  # a streaming session got more input, and vLLM made no lookup for it
+                    self.asked = None  # a streaming session got more input, and vLLM made no lookup for the input
                 self.granted, self.due = event, None
         elif kind is ev.Stored:
             self.stored_to = max(self.stored_to or 0, event.end, event.covered)

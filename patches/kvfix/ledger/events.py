@@ -4,7 +4,7 @@ from typing import NamedTuple, Protocol
 
 
 def balance(hit: int, computed: int, total: int) -> int:
-    """Return how many tokens to load, which is hit - computed, or one less if the hit covers the whole request.
+    """Return the number of tokens to load: hit - computed, or one less if the hit covers the whole request.
 
     vLLM recomputes the last token for its logits (LMCache issue 2158). If the result is below 1, there is no load.
     """
@@ -175,7 +175,7 @@ class Finished(NamedTuple):
 
 
 class Left(NamedTuple):
-    """An ended request leaks, because `where` (a dictionary, a pin or a lock) still holds it."""
+    """An ended request leaks, because `where` (a dictionary, a pin or a lock) still holds the request."""
 
     request: str
     where: str
@@ -225,7 +225,7 @@ class Leased(NamedTuple):
 
     request: str
     seconds: float | None
-    name: str = ""  # the id that the peer uses for the request, if it is another id
+    name: str = ""  # the peer's id for the request; "" if the peer uses the same id
 
     def text(self) -> str:
         return "its blocks are kept for a peer" + ("" if self.seconds is None else f", for {self.seconds:g} s")

@@ -1,4 +1,4 @@
-"""Find out from an engine's state (`kvfix.engine_state`) what requests wait for, and if any can move (make progress).
+"""Read from an engine's state (`kvfix.engine_state`) what requests wait for, and if a request can move (make progress).
 
 vLLM tries to admit its waiting requests in order, and stops at the first request for which it has too few blocks
 (`break` after `allocate_slots` in `schedule`, v1/core/sched/scheduler.py 0.32.0:1275-1282). This request waits until a
@@ -18,7 +18,7 @@ OUTSIDE_STATUSES = {
     "WAITING_FOR_STREAMING_REQ": "the client: the next part of its prompt",
     "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR": "the compiler of its grammar",
 }
-#: Fields of a worker's row. They list requests with unreported loads, and ended requests with unreported stores.
+#: Fields of a worker's row that list requests with unreported loads, and ended requests with unreported stores.
 KINDS = ("loads", "unreported")
 
 
@@ -28,7 +28,7 @@ class Waiting:
 
     name: str
     waits_for: str = PLACE
-    #: Free blocks needed to admit the request (None: not known). A load between steps adds the reserved blocks.
+    #: Free blocks that admit the request (None: not known), with the reserved blocks for a load between steps.
     needs: int | None = None
     #: How many blocks the request already has, for example because its load has ended.
     holds: int = 0

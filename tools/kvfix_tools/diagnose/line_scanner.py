@@ -1,4 +1,4 @@
-"""Turn blocks of log text into LogLines. Parse only lines with a word of `words.toml`, and tracebacks."""
+"""Turn blocks of log text into LogLines. Parse only lines with a word of knowledge/words.toml, and tracebacks."""
 
 import re
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ class Scanner:
         self._year = b""
         #: Tells which lines without a logger's prefix kvfix parses. None before the first block.
         self._headless: Headless | None = None
-        #: True if an input line has the prefix of vLLM's or LMCache's logger.
+        #: True if the first _OWN bytes have a line of vLLM's or LMCache's logger.
         self.is_own = False
 
     def scan(self, block: bytes) -> Iterator[LogLine]:
@@ -88,7 +88,7 @@ class Scanner:
         self._number += newlines
 
     def _decide(self, lines: list[bytes]) -> None:
-        """Decide whether kvfix parses lines without a logger's prefix (`Headless`). A later block may change this."""
+        """Decide again for each block whether kvfix parses lines without a logger's prefix (`Headless`)."""
         now = Headless.ALL if self.is_own else Headless.WHOLE if _are_few_others(lines) else Headless.NONE
         if self._headless is None or (now is not Headless.WHOLE and self._headless is not Headless.ALL):
             self._headless = now
@@ -176,7 +176,7 @@ def _are_few_others(lines: list[bytes]) -> bool:
 #: The cache helps because an engine writes many lines within the same second.
 @lru_cache(maxsize=1024)
 def _before_frame(text: bytes) -> tuple[float | None, str, bool]:
-    """Return (time, process, True if the text is only a prefix and False if it contains another message)."""
+    """Return (time, process, is_prefix). is_prefix: False if the text contains another message."""
     return *texts.second_and_process(text), len(text) <= _HEAD - 4 or _is_prefix(log_formats.shape(text))
 
 
@@ -190,7 +190,6 @@ def _is_prefix(shape: bytes) -> bool:
 
 
 def _log_line(framed: LogLine, second: float | None, milli: bytes, process: str, file: str, number: int) -> LogLine:
-    """Return the LogLine of a line that has LMCache's prefix."""
     if framed.name == "closing":  # time and process of a message about a shutdown do not matter
         return LogLine(framed.name, framed.fields, None, "", file, number, framed.body)
     time = None if second is None else second + texts.MILLISECONDS.get(milli, 0.0)

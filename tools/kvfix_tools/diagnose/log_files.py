@@ -98,7 +98,6 @@ def _timed(lines: Iterator[LogLine]) -> Iterator[tuple[float, LogLine]]:
 
 
 def _opened(source: Source) -> BinaryIO:
-    """Open the source as a stream of unpacked bytes."""
     if source.path == "-":
         return sys.stdin.buffer
     if source.path.endswith(".zst"):

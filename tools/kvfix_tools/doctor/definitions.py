@@ -21,7 +21,7 @@ KINDS = {
     "list[str]": "a list of text",
     "dict": "a mapping",
 }
-#: {True for LMCacheConnectorV1, False for the MP connector: (LMCache's, vLLM's modules that read `lmcache.*` keys)}
+#: LMCache's modules and vLLM's module that read `lmcache.*` keys. True: LMCacheConnectorV1. False: the MP connector.
 READERS = {
     True: (("vllm_v1_adapter", "lmcache_connector_v1"), "lmcache_connector"),
     False: (
@@ -31,7 +31,7 @@ READERS = {
 }
 VLLM_CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
 _KEY = re.compile(r"lmcache\.[a-z_.]*[a-z]")
-#: {setting that allows only certain words: (module, table or function in this module that lists the words)}
+#: For each setting that allows only certain words: the module, and the table or function that lists the words.
 _WORDS = {
     "cache_policy": ("lmcache.v1.storage_backend.cache_policy", "POLICY_MAPPING"),
     "remote_serde": ("lmcache.v1.storage_backend.naive_serde", "CreateSerde"),

@@ -119,7 +119,7 @@ def inspect(each: Address, http_given: str) -> Server:
 def of(processes: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a dictionary for each server of the connectors. Keys: "pid", "port", "answers", "lookups", keys of _L1.
 
-    kvfix does not find servers on other machines or in other containers. lookups: lookups whose result is not fetched.
+    kvfix does not find servers on other machines or in other containers. lookups: number of unfetched lookup results.
     """
     ports = {port for each in processes for one in each.get("connectors") or () for port in one.get("server_ports", ())}
     mine = [(pid, command) for pid, command in (local() if ports else ()) if command.number("port", PORT) in ports]

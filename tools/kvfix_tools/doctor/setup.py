@@ -51,7 +51,7 @@ class Setup:
         limit: float = extensions.LIMIT,
         server_http: str = "",
     ) -> None:
-        """environment: this process's variables. The command's variables override them, or replace them in a container.
+        """environment: this process's variables, unused if the command starts a container. The command's variables win.
 
         limit: seconds for loading the compiled extensions. server_http: address of the LMCache server's HTTP port.
         """
@@ -135,7 +135,7 @@ class Setup:
 
     @cached_property
     def settings(self) -> list[Setting]:
-        """Settings of the in-process connector, without unknown variables. For equal names, the last value wins."""
+        """Settings of the in-process connector, without unknown variables. For each name, the last setting counts."""
         found = [Setting(name, name, value, FILE) for name, value in self.config_file[1].items()]
         for name in (*self.definitions.known, *self.definitions.aliases):
             spelled = f"LMCACHE_{name.upper()}"
@@ -191,7 +191,7 @@ class Setup:
 
     @cached_property
     def model(self) -> dict[str, Any]:
-        """The model's config.json, or {} if it is not here. In a multi-modal model, the values in `text_config` win."""
+        """The model's config.json, or {} without this file. In a multi-modal model, the values in `text_config` win."""
         name = "" if self.in_container else self.command.model
         for file in self._model_files(name) if name else ():
             try:

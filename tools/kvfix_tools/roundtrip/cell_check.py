@@ -73,7 +73,7 @@ class CellCheck:
         return make("host", self.geometry, order, parts, self.device, self.cell.seed)
 
     def run(self, transfer: Transfer, brief: bool = False) -> Result:
-        """Run the check. brief: do not fill the host buffers. The check then loads only KV that it stored."""
+        """Run the check. brief: do not fill the host buffers, and load only KV that this check stored."""
         self.result.operations = transfer.operations
         host = transfer.host
         try:

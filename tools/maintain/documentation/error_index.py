@@ -16,7 +16,7 @@ from maintain.documentation.markdown import code, filtered, link, links
 
 #: Kinds of lines that every log has. The index omits these lines, because only the values in a line show a problem.
 _ORDINARY = {"asked", "retrieved", "stats"}
-#: Names of the kinds of lines whose text is the text of an exception (source `raised` in the grammar).
+#: Names of the kinds of lines whose text is an exception's text (source `raised` in the grammar).
 RAISED = {message.name for message in grammar.MESSAGES if message.source == "raised"}
 #: Markdown for code: a text between backticks, or between double backticks if the text has a backtick.
 _SPAN = re.compile(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)", re.S)

@@ -11,7 +11,7 @@ aborted while another connector of a MultiConnector loads its KV.
 
 LMCache removes priority and decode instance (`disagg_spec`) when vLLM admits a request, but not when vLLM resumes it.
 
-Fix: When a request ends, the scheduler drops its LoadSpec, priority, `disagg_spec` and hit. The workers drop its pins.
+Fix: When a request ends, the scheduler drops the LoadSpec, priority, `disagg_spec` and hit. The workers drop the pins.
 - Upstream: https://github.com/LMCache/LMCache/pull/4512 is open (pins only).
 - Remove when: `request_finished` and `get_finished` release everything that the fix releases.
 """
@@ -30,7 +30,7 @@ def fix_scheduler(impl: Any, answer: Any, request: Any, block_ids: Any) -> None:
     note(__name__, f"request {name} has ended before it was admitted")
     for each in _kept(impl):
         each.pop(name, None)
-    # With asynchronous loading the hook itself cancels the lookup. LMCache drops the lookup when its result arrives.
+    # With asynchronous loading the hook itself cancels the lookup. LMCache drops the lookup when the result arrives.
     if impl.lookup_client is not None and not getattr(impl, "async_loading", False):
         impl.lookup_client.clear_lookup_status(name)
 

@@ -16,7 +16,8 @@ with an error (`kv_load_failure_policy`). If the fix itself raises during a read
 
 Up to 0.4.3, if a chunk is not found, LMCache also drops the previous chunk, but reports the previous chunk as loaded
 (0.4.3 cache_engine.py:1682). The fix reports only the chunks that LMCache loads.
-- Releases: LMCache 0.3.9.post1 to 0.5.6. 0.3.9 also has the bug, but cannot report a failed load, so it gets no fix.
+- Releases: LMCache 0.3.9.post1 to 0.5.6. The fix does not change 0.3.9, which has the bug
+  too, but cannot report a failed load.
 - Remove when: `read_file` raises an error when it reads fewer bytes than the chunk has.
 """
 
@@ -103,7 +104,7 @@ def fix_prefetch(load: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _give_up_all(backend: Any, chunks: list[tuple[Any, ...]]) -> None:
-    """Release these chunks and the pin that each of them has for this load. Only the first chunk had a short read."""
+    """Release the chunks, and the pin that each chunk has for this load. Only the first chunk had a short read."""
     for at, (_, key, memory) in enumerate(chunks):
         if memory.is_pinned:
             memory.unpin()

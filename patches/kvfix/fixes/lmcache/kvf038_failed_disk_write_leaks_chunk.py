@@ -6,10 +6,10 @@ In the end it logs `No eviction candidates found in local cpu backend. Local cpu
 Cause: After `write_file`, `async_save_bytes_to_disk` releases the memory, marks the task as done and adds the entry
 (0.5.6 local_disk_backend.py:699-716). If the write raises, LMCache does none of these three things. The memory stays in
 use. The task stays registered, so LMCache skips every later store of the chunk (0.5.6:381). A part of the file stays on
-the disk, and its size still counts against `max_local_disk_size`. No code reads the exception (0.5.6:428).
+the disk, and the chunk's size still counts against `max_local_disk_size`. No code reads the exception (0.5.6:428).
 
-Fix: After a failed write the fix logs the error, frees the memory, ends the task, deletes the file and subtracts its
-size. LMCache can then store the chunk again. With `use_odirect`, a file descriptor still leaks.
+Fix: After a failed write the fix logs the error, frees the memory, ends the task, deletes the file and subtracts the
+chunk's size. LMCache can then store the chunk again. With `use_odirect`, a file descriptor still leaks.
 - Remove when: `async_save_bytes_to_disk` handles an error of `write_file`.
 """
 

@@ -20,7 +20,7 @@ from kvfix.fixes.api import Any, Fix, Steps, View, engine_log, fix_around, fix_b
 
 #: The fix adds _REQUESTS (requests whose load failed) to the worker, and _JOBS (failed jobs) to scheduler and report.
 _REQUESTS, _JOBS = "_kvfix_failed_requests", "_kvfix_failed_jobs"
-#: Attribute of the metadata and of the worker. It exists only if the scheduler has its part of the fix.
+#: Attribute of the metadata and of the worker. The attribute exists only if the scheduler has this fix.
 _TOLD = "_kvfix_knows_failed_copies"
 
 tells_worker = _offloading.tells_worker(_TOLD)
@@ -35,7 +35,7 @@ def get_finished(worker: Any, finished_req_ids: Any) -> Steps:
 
     def finished() -> Any:
         done = own.get_finished()
-        # If the fix cannot record the failed copies, it leaves them marked as failed, so vLLM's assertion fails.
+        # If the fix cannot record the failed copies, the copies stay marked as failed, so vLLM's assertion fails.
         noted = engine_log.guarded(f"{__name__}.get_finished", _note_failed, worker, done)
         return done if noted is None else noted
 

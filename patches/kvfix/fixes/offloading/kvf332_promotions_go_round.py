@@ -30,7 +30,7 @@ def _initiate_promotion(manager: Any, tier_idx: int, key: Any, req_context: Any)
 
 @fix_before(when=lambda manager, keys, req_context, *_, **__: hasattr(req_context, _PROMOTED))
 def prepare_load(manager: Any, keys: Any, req_context: Any) -> None:
-    """Forget the promotions of a request that loads. A preempted request may need them again."""
+    """Forget the promotions of a request that loads. A preempted request may need new promotions."""
     vars(req_context).pop(_PROMOTED, None)
 
 

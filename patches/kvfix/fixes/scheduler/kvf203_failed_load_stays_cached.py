@@ -9,7 +9,8 @@ vLLM misses the failed blocks of requests that are aborted or preempted before t
 
 Fix: With either policy, the fix evicts failed blocks from the prefix cache. If a request has a failed block, the fix
 also evicts all later blocks of this request. The requests keep the blocks, but other requests cannot find the blocks.
-If a request of the failed step no longer runs, the fix cannot know its blocks. So the fix evicts all free blocks.
+If a request of the failed step no longer runs, the fix cannot know the request's blocks. So the fix evicts
+all free blocks.
 - Upstream: None known; https://github.com/vllm-project/vllm/pull/26813 decided that the blocks stay.
 - Remove when: `_handle_invalid_blocks` evicts the failed blocks, or caches them only after they are computed.
 """

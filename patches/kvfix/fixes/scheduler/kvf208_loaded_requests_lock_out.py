@@ -14,7 +14,7 @@ lock-out also occurs if the first request must still begin its load. This load m
 reserves for the loads in flight (:1249).
 
 Fix: The fix acts after a step that scheduled nothing because the first request lacked blocks. In the next step, the fix
-moves a later request to the front of the queue: the first request for which enough blocks are free.
+moves the next request for which enough blocks are free to the front of the queue.
 
 Mixed roll-out: Engines with and without the fix work together. The fix is opt-in because it reorders waiting requests.
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases have other queues, so this fix does not fit them.

@@ -1,6 +1,6 @@
 """A streaming session returns wrong text with speculative decoding: vLLM never computes the first tokens of an input.
 
-Symptom: Nothing is logged. The engine does not use asynchronous scheduling. Connectors store the wrong KV.
+Symptom: Nothing is logged. Connectors store the wrong KV. The bug needs an engine without asynchronous scheduling.
 
 Cause: A step returns the accepted drafts and one more token. If a draft ends the turn, vLLM drops the later tokens
 (`_update_request_with_output`, scheduler.py 0.32.0:2508), but `num_computed_tokens` still counts the dropped tokens.

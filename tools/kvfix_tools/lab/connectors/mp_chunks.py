@@ -26,11 +26,11 @@ class Chunks:
     def keep(self, windows: Sequence[int] = ()) -> None:
         """Set the window sizes (in tokens) that a worker registers. The sizes determine the objects of a chunk."""
         self.objects = stored_objects(self._options, windows)
-        #: A function of (groups, number of chunks) that returns True for each object and chunk that is not stored.
+        #: not_stored(groups, number of chunks) returns [object][chunk]: True if the server skips the chunk's object.
         self.not_stored = _all_null(self._options, self.objects)
 
     def keys(self, tokens: Any, end: int, salt: str) -> tuple[list[Any], list[int]]:
-        """Return the keys of whole chunks before `end`, and the right contents. A key depends on all earlier tokens."""
+        """Return the keys of whole chunks before `end`, and the tokens' contents. Earlier tokens are part of a key."""
         contents = Prefix(hash((1, salt or 1))).of(list(tokens[:end]))
         ends = range(self.size, end + 1, self.size)
         return [(salt, contents[last - 1]) for last in ends], contents

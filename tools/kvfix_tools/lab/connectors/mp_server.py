@@ -61,7 +61,7 @@ class Due(NamedTuple):
 
 
 class Server:
-    """Replaces LMCache's client and transfer context. Has all methods that LMCache's adapters call on the two.
+    """Replaces LMCache's client and transfer context, with all methods that LMCache's adapters call.
 
     One server serves all ranks. In LMCache's key, `worker_id` is the rank for a transfer, and None for a lookup.
     The server records loads and stores in `events`.
@@ -131,7 +131,7 @@ class Server:
         return future
 
     def _answer_later(self, action: Callable[[], Any], rank: int = 0, **of_load: Any) -> Any:
-        """Run `action` when it is due. Return a future of the result. of_load: fields `load` and `late` of `Due`."""
+        """Run `action` after the delay. Return a future of the result. of_load: fields `load` and `late` of `Due`."""
         delay = self._delay + rank * self._rank_delay
         if not (delay or self.down):
             return self._answer(action())
