@@ -1,4 +1,4 @@
-"""`make quick` leaves out exactly the tests in LEFT_OUT, and other tests that import torch, also in a program."""
+"""`make quick` leaves out exactly the tests in LEFT_OUT, and tests that import torch themselves or in a program."""
 
 import subprocess
 import sys

@@ -1,9 +1,9 @@
 """Find packages, versions and functions in the installed files, without importing the files.
 
-The functions of imported modules are not enough, because other tools may have wrapped them, and because
-`inspect.getsource` fails on LMCache's classes. kvfix makes a function's fingerprint from its source file: a hash of the
-function's tokens and indentation, without comments, docstring and other white space. The results of `ast.dump` and
-`ast.unparse` would differ between Python 3.9 and 3.13.
+Other tools may have wrapped the functions of imported modules, and `inspect.getsource` fails on LMCache's classes. So
+kvfix makes a function's fingerprint from the source file. The fingerprint is a hash of the function's tokens and
+indentation, without comments, docstring and other white space. The results of `ast.dump` and `ast.unparse` would differ
+between Python 3.9 and 3.13.
 """
 
 import ast

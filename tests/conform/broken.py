@@ -39,7 +39,7 @@ class HidesFailedLoads(FolderConnector):  # it reports no failed load
         return set()
 
 
-class StoresAhead(FolderConnector):  # it stores a block when the first of its tokens is computed
+class StoresAhead(FolderConnector):  # it stores a block when vLLM has computed the block's first token
     def build_connector_meta(self, scheduler_output):
         loads, self.loads = self.loads, {}
         meta = Transfers(loads)

@@ -160,7 +160,7 @@ def test_pytest_without_the_option_imports_nothing(tmp_path: Path, fresh: Fresh)
     assert "1 passed" in done.stdout, done.stdout + done.stderr
 
 
-CONTENTS = [-7_205_759_403_792_794, 1, 2**62 + 9, 77]  # of a block in the lab's TensorMemory
+CONTENTS = [-7_205_759_403_792_794, 1, 2**62 + 9, 77]  # contents of a block in the lab's TensorMemory
 #: {fault: a function that changes block 1 of the first layer}
 WRONG: dict[str, Callable[[Any, Any], Any]] = {
     "another layer": lambda first, second: first[1].copy_(second[1]),

@@ -8,7 +8,7 @@ from tests.conftest import RELEASES
 from tests.diagnose.lines import CORE, NEWEST, STARTS, diagnose, raised, site_packages
 
 PACKAGES = {"lmcache": (NEWEST, RELEASES / NEWEST / "lmcache"), "vllm": ("0.32.0", site_packages() / "vllm")}
-#: An exception with a text, and an assertion without a text. No known problem names either of them.
+#: An exception with a text, and an assertion without a text. No known problem names this exception or this assertion.
 RAISED = "lmcache/v1/kv_layer_groups.py", "parse_kvcache_shape_spec", "KV shape specification cannot be empty"
 ASSERTED = "vllm/v1/core/kv_cache_utils.py", "__init__", "target_block_size % hash_block_size == 0"
 

@@ -134,7 +134,7 @@ def claimed(problem: Problem, dist: str) -> list[str]:
 
 @lru_cache(maxsize=1)
 def anchors() -> dict[str, dict[str, frozenset[str]]]:
-    """Return {needle of a sign: {dist: the releases whose source has the needle}}."""
+    """Return for each needle of a sign, by distribution, the releases whose source has the needle."""
     needles = sorted({part for each in catalogue() for sign in each.shows if len(part := needle(sign)) >= _SHORTEST})
     search = AhoCorasick(needles)
     found: dict[str, dict[str, set[str]]] = {part: {"lmcache": set(), "vllm": set()} for part in needles}
@@ -233,7 +233,7 @@ _VERSION = re.compile(r"\d[\w.]*")
 
 
 def meet(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
-    """Return True if a release is in both ranges. Test only bounds: ranges overlap if a bound is in both."""
+    """Return True if a release is in both ranges. Ranges overlap if a bound is in both, so test only the bounds."""
     for dist in one.keys() & other.keys():
         bounds = ["0", *_VERSION.findall(one[dist]), *_VERSION.findall(other[dist])]
         ranges = [SpecifierSet(each[dist], prereleases=True) for each in (one, other)]
@@ -243,7 +243,7 @@ def meet(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
 
 
 def second(problem: Problem, log: str) -> list[str]:
-    """Return codes of the other findings in this log whose records have a release in common with this problem."""
+    """Return the codes of other findings in this log. Omit records that share no release with this problem."""
     known = {each.code: each for each in catalogue()}
     records = {code: known.get(code) for code in codes(diagnose(log)) if code != problem.code}
     return [code for code, record in records.items() if record is None or meet(problem.releases, record.releases)]

@@ -53,7 +53,7 @@ def test_real_logs(names: list[str], found: list[str]) -> None:
 
 @pytest.mark.parametrize("names", [["healthy-0.5.6", "crash-0.3.10"], ["crash-0.3.10", "healthy-0.5.6"]])
 def test_an_engine_that_was_upgraded_has_one_log(names: list[str]) -> None:
-    """The log has five healthy engines and one that crashes. The remedy is for the release of the crashed engine."""
+    """The remedy is for the release of the crashed engine."""
     diagnosis = diagnosed(b"".join(real(name) * (5 if "healthy" in name else 1) for name in names))
     assert codes(diagnosis) == ["KVD101"]
     remedy, alone = (advice.remedy(each, each.findings[0]) for each in (diagnosis, diagnose("crash-0.3.10")))
@@ -62,7 +62,6 @@ def test_an_engine_that_was_upgraded_has_one_log(names: list[str]) -> None:
 
 
 def test_a_recording_is_left_to_replay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """kvfix-diagnose gets a recorder file alone, in a bundle of `kvfix dump`, and together with a log."""
     file, bundle = LOGS / "recorder.jsonl", tmp_path / "kvfix-dump-7.tar.gz"
     with tarfile.open(bundle, "w:gz") as archive:
         archive.add(file, "kvfix-dump-7/a.jsonl")

@@ -166,7 +166,7 @@ AFTER_ONE_LOAD = [
     ("", "0.5.5", 0, [[1, 0, True]]),  # wrong: the pin of request o is gone
     ("layers", "0.5.6", 0, [[1, 0, True]]),
     ("async", "0.3.15", None, [[2, 1, True]]),
-    # LMCache also fetched chunks that vLLM has. 0.4.1 releases only those twice; 0.5.6 releases all chunks twice
+    # LMCache also fetched chunks that vLLM has. 0.4.1 releases only these chunks twice, 0.5.6 all chunks.
     ("async", "0.4.1", 32, [[0, 0, False], [1, 0, True]]),
     ("async", "0.5.6", 32, [[0, 0, False]]),
 ]

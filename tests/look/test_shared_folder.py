@@ -13,7 +13,6 @@ USER = 12345 if os.getuid() == 0 else os.getuid()  # only root can give a file t
 
 @pytest.fixture
 def tmp(tmp_path: Path) -> Path:
-    """Return the /tmp of the engine. The engine's user may write to /tmp. The parent folder has a file of root."""
     (tmp_path / "secret").write_text("of root")
     (tmp_path / "tmp").mkdir()
     return tmp_path / "tmp"

@@ -29,7 +29,7 @@ def root(dist: str) -> Path:
 
 
 def publish(index: Path, dist: str, version: str, changes: dict[str, str | None] | None = None) -> None:
-    """Write a wheel with the files that fixes patch. index: its folder. changes: {file: text, or None to omit it}."""
+    """Write a wheel with the files that fixes patch to `index`. changes: {file: text, or None to omit the file}."""
     names = {_file(target) for fix in catalogue.fixes() for target in fix.targets if target.dist == dist}
     texts = {name: (root(dist) / name).read_text() for name in sorted(names) if (root(dist) / name).is_file()}
     texts = {name: text for name, text in {**texts, **(changes or {})}.items() if text is not None}
@@ -71,7 +71,6 @@ def test_nothing_has_changed(fresh: Fresh, index: Path) -> None:
 
 
 def test_what_has_changed_is_listed(fresh: Fresh, index: Path) -> None:
-    """A newer LMCache has one changed function and lacks one file. A newer vLLM has a file that is not Python."""
     text = (root("lmcache") / ADAPTER).read_text()
     hook = "def get_num_new_matched_tokens("
     assert text.count(hook) == 1

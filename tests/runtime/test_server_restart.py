@@ -31,8 +31,8 @@ def connected() -> tuple[Any, Any, int, Any, Any]:
 )
 @answers(also="fixes answer")
 def test_the_load_has_failed_and_nothing_else(patience: float) -> list[bool]:
-    """Return 5 flags. 1 to 3: KVF122 records a connection before an answer, after the answer, and after the server
-    has closed the connection. 4: the load fails. 5: `get_chunk_size` ends."""
+    """Return 5 flags. 1 to 3: KVF122 takes the client for connected: before an answer, after the answer, and after the
+    server has closed the connection. 4: the load fails. 5: `get_chunk_size` ends."""
     from lmcache.v1.multiprocess.transport.zmq_impl.wire import decode_operation
 
     _, server, _, client, key = connected()

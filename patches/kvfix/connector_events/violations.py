@@ -57,7 +57,7 @@ def report(watched: "WatchedConnector", hook: str, finding: Finding, error: Exce
 
 
 def report_exception(watched: "WatchedConnector", hook: str, event: Raised) -> None:
-    """Write a recorder file with the events before an exception of a hook. Called if kvfix does not check the event."""
+    """Write a recorder file with the events before a hook's exception. Use this if no rule checks the exception."""
     if _is_due(f"exception {hook} {_without_numbers(event.error)}"):
         path = written(recorder.write, "exception")
         if path:
@@ -73,7 +73,7 @@ def error_text(error: BaseException) -> str:
 
 
 def written(write: Callable[..., Any], *arguments: Any) -> str:
-    """Call a function that writes a file and returns its path. If it raises, log the error and return ""."""
+    """Call a function that writes a file and returns its path. If the function raises, log the error and return ""."""
     try:
         return str(write(*arguments))
     except OSError as error:
@@ -116,7 +116,7 @@ def _read(path: str) -> list[tuple[str, str]]:
 
 
 def _write(watched: "WatchedConnector", hook: str, finding: Finding, fixes: Sequence[FixRow], recording: str) -> str:
-    """Write the report next to the recorder file and return its path. Raises OSError."""
+    """Write the report next to the recorder file. Return the report's path. Raises OSError."""
     entries = [entry for entry in recorder.snapshot() if entry.event.request == finding.request]
     text = compose(
         finding,

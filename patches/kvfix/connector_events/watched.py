@@ -61,7 +61,7 @@ class WatchedConnector:
         self._last: dict[str, Event] = {}
         self._due: dict[str, ev.LoadDue] = {}
         self._storing: list[Span] = []
-        #: {request for whose load vLLM has allocated blocks: the ids of all blocks of the request}
+        #: {request: the ids of all its blocks}, if vLLM has allocated blocks for a load of the request.
         self._blocks: dict[str, set[int]] = {}
         #: Finds stores of blocks that vLLM has freed; None if there is nothing to check (`windows.stores`).
         self._windows = windows.stores(connector)
@@ -69,13 +69,13 @@ class WatchedConnector:
         self._admitted: set[str] = set()
         #: Requests whose lookup is in flight or timed out. LMCache may keep their state until the answer arrives.
         self._unanswered: set[str] = set()
-        #: {request with an asynchronous load that is not in the metadata yet: step in which vLLM allocated its blocks}
+        #: {request: step in which vLLM allocated its blocks}, while its asynchronous load is not in the metadata yet.
         self._granted: dict[str, int] = {}
         #: Ended requests whose blocks the connector still sends.
         self._sending: set[str] = set()
         #: The last GIVEN_UP requests whose lookup was never answered. The lookup client may keep their state.
         self._given_up: dict[str, None] = {}
-        #: {ended request to check for leaks: (step of its end, time of its end, its pins at the end)}
+        #: {ended request: (step, time and pins at its end)}. kvfix checks these requests for leaks.
         self._ended: dict[str, tuple[int, float, Any]] = {}
 
     # ------------------------------------------------------------------ the scheduler's hooks

@@ -85,7 +85,7 @@ def prepare() -> None:
 
 
 def chosen(fixes: bool) -> AbstractContextManager[None]:
-    """If `fixes`, apply only kvfix's fixes of `vllm.v1.core`, because fixes of connectors would hide violations."""
+    """If `fixes` is true, apply only kvfix's fixes of `vllm.v1.core`. Fixes of connectors would hide violations."""
     own = [fix for fix in catalogue.fixes() if fix.module_name.startswith("kvfix.fixes.scheduler.")]
     of_core = [fix.code for fix in own if fix.targets[0].module.startswith("vllm.v1.core.")]
     return runner.applied(fixes, only=of_core)

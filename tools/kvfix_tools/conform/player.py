@@ -20,8 +20,8 @@ from kvfix_tools.lab.pair.pair import Pair
 from kvfix_tools.lab.pair.pair_engine import Engines
 from kvfix_tools.lab.steps import Step
 
-#: Fuzzer steps that kvfix drops for a connector without a stand-in (`scenarios.Side`), because these steps need LMCache
-#: or a way to make loads fail.
+#: kvfix drops these fuzzer steps for a connector without a stand-in (`scenarios.Side`). The steps need LMCache or a way
+#: to make loads fail.
 _NOT_OF_ANY = {"lose_loads", "evict", "timeout"}
 #: Fuzzer features that are off for a connector without a stand-in. Only scenarios test several KV groups (SupportsHMA).
 _NOT_DRAWN = {"ranks", "windows", "offloading", "roles", "stops"}
@@ -59,7 +59,7 @@ class Subject:
 
     @functools.cached_property
     def lacks(self) -> set[str]:
-        """The keys of NEEDS that the connector does not meet. Raises any error of the connector's import."""
+        """Keys of `scenarios.NEEDS` that the connector does not meet. Raises any error of the connector's import."""
         if self.side is not None:
             return self.side.lacks
         groups = KVConnectorFactory.supports_hma_config(vllm_objects.vllm_config(self.options()).kv_transfer_config)
@@ -113,7 +113,6 @@ class Player(Engines):
         self.engine.connector.folder = before.connector.folder
 
     def _until(self, status: RequestStatus, name: str) -> None:
-        """Run engine steps until this request has the status `status`, or has finished."""
         for _ in range(_STEPS):
             request = self.engine.requests.get(name)
             if request is None or request.status == status or request.is_finished():

@@ -1,4 +1,4 @@
-"""A pytest plugin: `pytest --kv-connector MODULE:CLASS` runs the scenarios of the contract and the fuzzer as tests.
+"""A pytest plugin: `pytest --kv-connector MODULE:CLASS` runs the scenarios and the fuzzer of `kvfix conform`.
 
 Without the option `--kv-connector`, the plugin imports only pytest.
 """
@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
 
 
 class Broken(Exception):
-    """The connector violates a rule of the contract."""
+    """The connector violates a rule of the contract, or the fuzzer has tested nothing."""
 
 
 class Contract(pytest.Item):

@@ -130,14 +130,17 @@ class Diagnosis:
         return self.findings
 
     def _run(self, kind: str, line: LogLine | None) -> None:
-        """Run the rules for this kind of line. Most rules are functions of the package `findings`."""
+        """Most rules are functions of the package `findings`."""
         for rule in self._rules.get(kind, ()):
             if (answer := rule.look(self, line)) is not None:
                 self.add(rule, answer, line)
 
     @property
     def findings(self) -> list[LogFinding]:
-        """The findings, causes first. Omit findings that others replace, and ledger violations of crashed requests."""
+        """The findings, causes first.
+
+        Omit findings that another finding replaces or explains, and rule violations of crashed requests.
+        """
         replaced = {code for found in self._found.values() for code in found.rule.replaces}
         shown = [
             found

@@ -92,7 +92,8 @@ def in_order(findings: list[LogFinding]) -> list[LogFinding]:
     causes = [found for found in troubles if not found.rule.symptom] or troubles[:1]
     for found in findings:
         before = [each for each in causes if each.began <= found.began or each.file != found.file]
-        # A symptom follows from the last cause before it or in another file, or from the first cause if it has no line.
+        # A symptom follows from the last cause before this symptom or in another file. If a symptom has no line, it
+        # follows from the first cause.
         follows = before and found.rule.symptom and found not in causes
         found.follows = before[0 if math.isinf(found.began) else -1] if follows else None
     tiers = {Severity.RISK: 2, Severity.NOTE: 3}

@@ -28,7 +28,7 @@ _LEVELLED = re.compile(rb"(?:\(\w+ [^)]*pid=|\[\d{4}-)|(?:DEBUG|INFO|WARNING|ERR
 #: A traceback that is a single line with escaped newlines contains this text.
 _ESCAPED = b"\\n  File "
 _ANY_DIGIT = bytes.maketrans(b"123456789", b"0" * 9)
-#: The plain lines, and for each of them the index of its original line, or None if no line was split.
+#: The plain lines, and the index of each plain line's original line, or None if no line was split.
 Plain = tuple[bytes, list[int] | None]
 
 
@@ -55,7 +55,6 @@ def without_prefix(line: bytes) -> bytes:
 
 
 def _is_json(block: bytes) -> bool:
-    """Return True if most of the first lines are JSON objects with a message."""
     first = [line for line in block[:65536].split(b"\n") if line.strip()][:5]
     return sum(_message(line) is not None for line in first) * 2 > len(first)
 

@@ -27,7 +27,7 @@ from kvfix_tools.roundtrip.run_report import RunReport
 OK, USAGE, NOT_HERE = 0, 2, 77
 Job = Callable[[Result], Result]
 Work = list[tuple[Backend, list[Cell]]]  # the chosen backends, each with its cells
-#: Exceptions that a backend raises before it moves KV if it cannot run a cell.
+#: If a backend cannot run a cell, the backend raises one of these exceptions before it moves KV.
 REFUSALS = (Refused, NotImplementedError, ValueError, AssertionError)
 #: KV sizes of a model with 8 billion parameters. Each token has 128 KiB of KV in bfloat16.
 MODEL = {"dtype": "bfloat16", "heads": "8", "layers": 32, "head_size": 128, "block": "16", "chunk": "256"}
@@ -143,7 +143,7 @@ def fixes(wanted: bool) -> Iterator[None]:
 
 
 def _warnings(record: logging.LogRecord) -> bool:
-    """Return True for warnings and errors. Records of lower levels only name applied fixes, as the report does."""
+    """Drop records below WARNING, because these records only name applied fixes. The report names the fixes too."""
     return record.levelno >= logging.WARNING
 
 

@@ -1,9 +1,10 @@
 """Encode the identity of each KV word as the content of the word.
 
-A word is eight bytes of KV. The identity of a word is a number of 63 bits. It encodes the word's generation, layer, K
-or V, slot, head, and index in the row (the elements of one head). A 64-bit bijection maps the identity to the content
-of the word. So two words differ in about half of their bits, and some words are NaN, -0.0 or denormal as floats. The
-inverse of the bijection gives the identity of a misplaced word. One element (1 to 4 bytes) cannot hold an identity.
+A word is eight bytes of KV. The identity of a word is a number of 63 bits. This number encodes the word's generation,
+layer, K or V, slot, head, and index in the row (the elements of one head). A 64-bit bijection maps the identity to the
+content of the word. So two words differ in about half of their bits, and some words are NaN, -0.0 or denormal as
+floats. The inverse of the bijection gives the identity of a misplaced word. One element (1 to 4 bytes) cannot hold an
+identity.
 """
 
 from typing import Any, NamedTuple

@@ -8,13 +8,13 @@ check for failed blocks, and stores the KV that the step has computed (0.5.6 vll
 kv_load_failure_policy "recompute" vLLM computes the right KV in the next step, but LMCache keeps the wrong chunks.
 
 Fix: The worker does not save a request in a step in which the load of one of its blocks fails. With asynchronous
-scheduling the worker does not save the request in the next step either, because vLLM schedules the next step before it
-knows of the failure. LMCache forgets the failed blocks when vLLM asks for them, so the fix records them. vLLM asks
-after the save, or before the save with speculative decoding (gpu_model_runner.py 0.32.0:4179, 4509).
+scheduling, vLLM schedules the next step before it knows of the failure. So the worker does not save the request in the
+next step either. vLLM asks for the failed blocks after the save, or before the save with speculative decoding
+(gpu_model_runner.py 0.32.0:4179, 4509). LMCache then forgets the failed blocks, so the fix records them.
 
 vLLM rolls the request back to its last good token, and the fix records the request. When vLLM schedules the request
-again, the fix marks all of its tokens as not saved. (Before LMCache 0.4.1, KVF008 does this.) The scheduler does not
-know which saves the workers have skipped, so all tokens are saved again. LMCache skips chunks that it has.
+again, the fix marks all of its tokens as not saved. (Before LMCache 0.4.1, KVF008 marks the tokens.) The scheduler
+does not know which saves the workers have skipped, so all tokens are saved again. LMCache skips chunks that it has.
 - Releases: LMCache 0.3.9 to 0.5.6. 0.3.9 does not know which blocks failed, so the fix has no effect there.
 - Remove when: `wait_for_save` skips the requests whose load failed.
 """

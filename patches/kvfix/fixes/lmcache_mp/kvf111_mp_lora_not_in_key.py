@@ -8,7 +8,7 @@ adapter changes the KV, but is not in the key. The hashes of vLLM's own prefix c
 Fix: For a request with a LoRA adapter, the fix adds a hash of the adapter's name to `cache_salt` in LMCache's tracker.
 
 Mixed roll-out: Install the fix on all engines that share a server, or on none of them. The server does not need the
-fix. An engine with the fix does not find the chunks that an engine without the fix has stored for requests with a LoRA.
+fix. For requests with a LoRA adapter, an engine with the fix does not find the chunks of an engine without the fix.
 An engine without the fix still shares KV between adapters. A server with quotas by `cache_salt` counts each adapter as
 a separate tenant. Requests without a LoRA keep their keys.
 - Releases: LMCache 0.4.5 to 0.5.6, and 0.4.5 to 0.5.5 with lmcache_mp_connector_0201. vLLM's copy: 0.11.2 to 0.33.0.

@@ -5,8 +5,8 @@ self.requests` in `_update_from_kv_xfer_finished`. With KVF201, running requests
 has `pulling kv_caches for [...] failed: transfer failed: Resource temporarily unavailable`, and names ended requests.
 If several prefill ranks write to one decode rank, requests return wrong text after a load that failed at one rank.
 
-Cause: Decode sends each prefill rank one message for all loads of a step. When the connection of this message fails,
-decode reports all these loads as failed (mooncake_connector.py 0.32.0:2370), even loads whose KV the rank has written.
+Cause: Decode sends each prefill rank one message for all loads of a step. If the connection of the message fails,
+decode reports all loads in the message as failed (mooncake_connector.py 0.32.0:2370), even if their KV is written.
 The first rank that fails ends the load (:2402), and vLLM frees the blocks while other ranks still write into them.
 
 Fix: The fix reports a load as failed only after all ranks have reported, and counts at most one report of each rank.
@@ -18,7 +18,7 @@ from collections.abc import Collection
 from kvfix.fixes import _mooncake
 from kvfix.fixes.api import MOONCAKE_WORKER, Any, Fix, Steps, View, fix_around, stubs
 
-#: Attribute of a load that has failed at one rank, while other ranks have not reported yet. It holds the reason.
+#: A load that has failed at one rank keeps the reason in this attribute until all ranks have reported.
 _REASON = "_kvfix_reason"
 
 

@@ -11,8 +11,8 @@ warning). Blocks or engine are missing if prefill kept no blocks (KVF314), the r
 vLLM, or the request is malformed.
 
 The worker raises during the load if the blocks are not in lists, or if the name of engine, request or host is not a
-string. The worker also raises if the block ids are one flat list, in place of one list per KV group. If the worker can
-report a failed load (KVF311), the fix does not refuse a flat list: the load fails, and vLLM handles the failure.
+string. The worker also raises if the block ids are one flat list, in place of one list per KV group. The fix does not
+refuse a flat list if the worker can report a failed load (KVF311). The load then fails, and vLLM handles the failure.
 
 Fix: The fix promises 0 tokens for incomplete or malformed parameters. The request computes its prompt itself.
 - Remove when: vLLM checks the parameters before it promises tokens.
@@ -47,7 +47,7 @@ def _fix(owner: Owner) -> Fixing:
 
 
 def _names_blocks(params: Any, part: tuple[type, ...]) -> bool:
-    """Return True if the blocks are in lists, and the names of engine, request and host are strings."""
+    """Return True if the parameters name blocks, and the names of engine, request and host are strings."""
     blocks, names = params.get("remote_block_ids"), (params.get(key, "") for key in _KEYS[:3])
     lists = isinstance(blocks, (list, tuple)) and all(isinstance(each, part) for each in blocks)
     return lists and any(each not in ([], ()) for each in blocks) and all(isinstance(name, str) for name in names)
@@ -60,7 +60,7 @@ def _fails_loads(module: Any) -> bool:
 
 
 def _asked_for(function: Any) -> tuple[str, ...]:
-    """Return the keys that update_state_after_alloc needs for a transfer. Before 0.15 it needs no request id."""
+    """Return the keys that update_state_after_alloc needs for a transfer. Before 0.15, no request id is needed."""
     constants = getattr(getattr(inspect.unwrap(function), "__code__", None), "co_consts", ())
     return next((each for each in constants if isinstance(each, tuple) and _KEYS[0] in each), _KEYS)
 

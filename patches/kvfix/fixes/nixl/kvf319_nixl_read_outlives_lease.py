@@ -12,8 +12,8 @@ Fix: With the fix, the prefill engine tells the decode engine when the lease end
 which its heartbeats have renewed the lease. If a read ends after the lease, it fails, and `kv_load_failure_policy`
 decides. The fix does nothing with `bidirectional_kv_xfer`, because vLLM then uses `remote_blocks_expiry_time` itself.
 
-Mixed roll-out: Use the fix in the prefill and the decode engine, or in neither. If only one engine has it, the decode
-engine still reads blocks whose lease has ended. The prefill engine adds `remote_blocks_expiry_time` to the returned
+Mixed roll-out: Use the fix in the prefill and the decode engine, or in neither. Otherwise, the decode engine still
+reads blocks whose lease has ended. The prefill engine adds `remote_blocks_expiry_time` to the returned
 `kv_transfer_params`. The router must pass this key on. A decode engine with `bidirectional_kv_xfer` declines reads
 after this key's time, even if heartbeats renewed the lease. Set `bidirectional_kv_xfer` in both engines or none.
 - Remove when: vLLM fails a read that ends after its lease.
@@ -22,7 +22,7 @@ after this key's time, even if heartbeats renewed the lease. Set `bidirectional_
 from kvfix.fixes import _closed, _nixl, api
 from kvfix.fixes.api import NEW_REQUESTS, Any, Fix, Steps, View, fix_after, fix_around, replaced
 
-#: A heartbeat that is sent in the last MARGIN seconds of a lease may come too late, so it does not count.
+#: The fix does not count a heartbeat of a lease's last MARGIN seconds, because this heartbeat may come too late.
 MARGIN = 1.0
 
 

@@ -6,8 +6,8 @@ have expired).`, and another request returns wrong text with HTTP 200.
 
 Cause: Each rank of the decode engine connects to the prefill engine by itself, and then registers its blocks. Prefill
 takes the first registration and writes to all ranks (push_worker.py 0.32.0:308, :584). If a rank is still connecting
-when the write is reported, the rank looks up its peer and does not find it (base_worker.py 0.32.0:2940). If a rank
-could not connect, it has freed its blocks. These blocks may belong to another request when prefill writes them.
+when the write is reported, the rank does not find its peer (base_worker.py 0.32.0:2940). If a rank could not connect,
+the rank has freed its blocks. The freed blocks may belong to another request when prefill writes them.
 
 Fix: A prefill rank begins its write only when all decode ranks that it writes to have registered. If a rank never
 registers, the decode engine waits for the blocks. With KVF322, the load fails when decode's registration times out.

@@ -16,9 +16,9 @@ With Mamba states, bounded replay or MTP modules, prefill stops before the token
 Fix: If the model has windows, the fix makes prefill drop the prompt's last token. vLLM then also limits the prefill
 request to one generated token.
 
-Mixed roll-out: Install the fix on the prefill engine and on the decode engine, or on neither. If only one of them has
-it, the two engines count tokens differently. If the last token has a block of its own, decode then reads all KV shifted
-by one block (base_worker.py 0.32.0:3417). The result is wrong KV, without a message.
+Mixed roll-out: Install the fix on the prefill engine and on the decode engine, or on neither. If only one engine has
+the fix, the two engines count tokens differently. If the last token has a block of its own, decode then reads all KV
+shifted by one block (base_worker.py 0.32.0:3417). The result is wrong KV, without a message.
 - Releases: vLLM 0.32.0 and 0.33.0. By their code (not tested), earlier releases from 0.20.2 on have the bug too, but
   have no `_prefill_backoff`. 0.20.2 is the first release whose NixlConnector supports windows.
 - Remove when: `_prefill_backoff` returns 1 for a model with windows.

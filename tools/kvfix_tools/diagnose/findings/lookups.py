@@ -148,7 +148,6 @@ def never_a_hit(log: Diagnosis, line: LogLine) -> Answer | None:
 
 
 def _hashed_differently(kept: Lookups) -> Answer | None:
-    """Return an answer if no lookup has a hit because the processes hash differently, else None."""
     if not kept.stored or not kept.unseeded:
         return None
     apart = bool(kept.storers - kept.askers) or len(kept.askers) > 1

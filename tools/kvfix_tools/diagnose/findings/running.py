@@ -110,7 +110,7 @@ class _TakenForDone(list[LogLine]):
 def failed_load_taken_for_done(log: Diagnosis, line: LogLine | None) -> Answer | None:
     unsure = log.state(_TakenForDone)
     sentence = "the load of this request failed, but was reported as done"
-    if line is None:  # vLLM logs failed loads only if LMCache has reported them as failed
+    if line is None:  # vLLM logs a failed load only if LMCache has reported the load as failed
         if not unsure or log.counts["kv_failing"] or log.counts["kv_recovered"]:
             return None
         unsure_sentence = f"{sentence} (if LMCache is older than 0.5.5)"

@@ -12,7 +12,7 @@ _HANDLER = re.compile(
     r"Error (?:in blocking handler|handling (?:request RequestType\.|operation )(?P<operation>\w+))(?:: (?P<error>.+))?"
 )
 _BELOW = 120
-#: Functions whose result no client needs. kvfix reports no failure whose traceback has a call of such a function.
+#: Functions whose result no client needs. kvfix does not report a failure inside one of these functions.
 _UNASKED = frozenset({"end_session"})
 
 

@@ -323,7 +323,7 @@ class Signal(threading.Event):
 
 
 class _Writer:
-    """Replaces push mode's writer. A step runs its loop after a wake-up, or if blocks await decode's registration."""
+    """Replaces push mode's writer. A step runs the loop after a wake-up, or if blocks await decode's registration."""
 
     def __init__(self, network: Network, loop: Any) -> None:
         self._network = network

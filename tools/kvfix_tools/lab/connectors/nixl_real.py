@@ -17,7 +17,7 @@ from kvfix_tools.lab.connectors.nixl_network import GONE, Agent, AgentError, Net
 
 # Do not log refused calls, because NIXL also raises an exception for them. NIXL reads the variable when it is loaded.
 os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
-#: Maximum seconds that the lab waits for a transfer or a notice. Both usually take milliseconds.
+#: Maximum seconds that the lab waits for a transfer or a notice. A transfer and a notice usually take milliseconds.
 _PATIENCE = 20.0
 
 
@@ -138,7 +138,6 @@ class RealAgent(Agent):
         self._bring(agent)
 
     def _bring(self, peer: str) -> None:
-        """Wait for the next notice that NIXL delivers to this peer."""
         its: Any = self._network.agents[peer]
         self._network.wait(lambda: bool(its._brought), f"notice for {peer}")
         its.notices.append(its._brought.pop(0))

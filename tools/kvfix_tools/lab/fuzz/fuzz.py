@@ -38,7 +38,7 @@ class Played(NamedTuple):
 
 
 def play(schedule: Schedule, end: int = 4000) -> Played:
-    """Play all steps, and free taken blocks. Then work until idle, for at most `end` steps, or 8 * `end` in a pair."""
+    """Play all steps, and free taken blocks. Then run until idle, for at most `end` steps, or 8 * `end` in a pair."""
     options = schedule.options
     if options.real_transfers:  # also play the schedule with the lab's simulation of NIXL
         return _play_both(options, lambda pair: played(pair, _play_pair, schedule, end))
@@ -143,7 +143,7 @@ def open_sessions(engine: LabEngine) -> list[str]:
 
 
 def _move_session(engine: LabEngine, kind: str, which: Any, seed: int = 0, tokens: int = 1, most: int = 1) -> None:
-    """Begin, continue or end a session. At most three sessions are open, each with a quarter of max_model_len."""
+    """At most three sessions are open, each with a quarter of max_model_len."""
     sessions = open_sessions(engine)
     room = engine.options.max_model_len // 4
     if kind == "session":
@@ -169,7 +169,7 @@ def _move_request(engine: LabEngine, kind: str, name: str, chunks: int, rank: in
     elif kind == "is_beside":
         engine.has_in_other_connector(name)
     elif kind == "fail_load":
-        # with several ranks, a failed load may give a decoder wrong KV in spite of KVF030. Skip requests with a decoder
+        # With several ranks, the decoder in `disagg_spec` may get wrong KV after a failed load, in spite of KVF030.
         asked = getattr(engine.requests[name], "kv_transfer_params", None) or {}
         if engine.options.ranks == 1 or "disagg_spec" not in asked:
             engine.fail_load(name, chunks, rank)

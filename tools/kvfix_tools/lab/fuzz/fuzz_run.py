@@ -89,8 +89,8 @@ class Run(msgspec.Struct, frozen=True):
     mode: str = "fix"  # argument of `kvfix.apply`
     real_server: bool = False  # see Options
     real_transfers: bool = False
-    #: The engines with fixes: "both", or a single engine: "prefill", "decode", or "one" (the first of two engines that
-    #: share a cache). A single engine has only the default fixes.
+    #: The engines with fixes: "both", "prefill", "decode", or "one" (the first of two engines that share a cache).
+    #: If only one engine has fixes, the engine has only the default fixes.
     fixes_in: str = "both"
 
     def schedules(self, seeds: Iterable[int]) -> Iterator[Schedule]:
@@ -131,7 +131,7 @@ class Run(msgspec.Struct, frozen=True):
         return violations
 
     def play(self, seeds: range, until: float) -> Tally:
-        """Play these seeds in order until this time of `time.monotonic`."""
+        """Play the seeds in order, until `time.monotonic()` exceeds `until`."""
         counts, options, tally = Counter[str](), Counter[str](), Tally()
         with self.applied():
             for seed, schedule in zip(seeds, self.schedules(seeds), strict=True):

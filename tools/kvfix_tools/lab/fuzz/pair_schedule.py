@@ -99,8 +99,8 @@ def _draw_nixl(seed: int, connector: str, plain: bool) -> Drawn:
 def _with_ranks(options: Options, rng: Random) -> Options:
     """Give several ranks to one engine or to both engines.
 
-    If the engine that reads (or, in push mode, writes) has fewer ranks than its peer, the model needs a head for each
-    rank of the peer. With fewer heads, vLLM refuses the handshake (base_worker.py 0.32.0:2450).
+    An engine that starts transfers may have fewer ranks than its peer. The model then needs a KV head for each rank of
+    the peer. With fewer heads, vLLM refuses the handshake (base_worker.py 0.32.0:2450).
     """
     prefill, decode = rng.choice(_RANKS)
     reads = [(prefill, decode)] if options.connector == "nixl-push" else [(decode, prefill)]
@@ -116,7 +116,7 @@ def _step(rng: Random, kind: str, number: int, options: Options, room: int, plai
     engine = rng.choice(_ENGINES)
     if kind in ("ask", "ask_at_once", "ask_decode"):
         tokens = drawn_options.drawn_length(rng, room, block)
-        # with windows, prefill must generate only one token. KVF353 enforces this, except for a prompt of one token
+        # with windows, prefill must generate only one token. KVF353 sets this limit, except for a prompt of one token
         more = 1 if options.windows and tokens == 1 else 20
         generated = (rng.choice((1, 1, 1, more)),) if kind != "ask_decode" and not plain else ()
         return (kind, f"r{number}", rng.randrange(3), tokens, rng.choice((1, 2, 5, 20, 30)), *generated)
@@ -159,7 +159,7 @@ def _for_mooncake(options: Options, steps: Sequence[DrawnStep], rng: Random, pla
 
 
 def _with_evictions(steps: Steps, rng: Random, engines: Sequence[str], others: Steps) -> Steps:
-    """Insert evictions and `others` at random places. A random one of `engines` makes each of these steps."""
+    """Insert evictions and `others` at random places. A random engine of `engines` makes each inserted step."""
     drawn: list[DrawnStep] = []
     for step in steps:
         drawn.append(step)
