@@ -1,6 +1,7 @@
 """A connector that keeps the KV of each block in a separate file. It passes `kvfix conform`.
 
-It works for one worker. With several, give each rank its own folder, and promise only blocks that all ranks stored.
+This connector works for one worker. With several workers, give each rank its own folder, and promise only blocks that
+all ranks stored.
 """
 
 import os

@@ -128,7 +128,6 @@ def _set(name: str, value: str) -> None:
 
 
 def _with(listed: str, item: str) -> str:
-    """Return the comma-separated list. Append `item` if the list lacks it."""
     items = [part for part in (part.strip() for part in listed.split(",")) if part]
     return ",".join(items if item in items else [*items, item])
 
@@ -201,7 +200,7 @@ def _all_modules() -> frozenset[str]:
 
 
 def _settle_when_executed(spec: ModuleSpec) -> None:
-    """Let the module's loader apply fixes after it has run the module. Keep the loader, because other tools read it."""
+    """Make the loader apply fixes after the module has run. Other tools read the loader, so do not replace it."""
     loader = spec.loader
     execute = getattr(loader, "exec_module", None)
     if loader is None or execute is None:

@@ -46,7 +46,7 @@ def on_node(
 
 
 def assert_between(clock: Any, true: float) -> None:
-    """Assert that the clock's bounds contain both its estimate and `true`, the seconds by which the clock is ahead."""
+    """Assert that the clock's bounds contain its estimate and `true`. true: seconds by which the clock is ahead."""
     assert clock.low <= clock.ahead <= clock.high
     assert clock.low <= int(true * 1e9) <= clock.high
 

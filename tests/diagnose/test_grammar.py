@@ -36,7 +36,7 @@ def test_the_data_are_those_of_the_release(dist: str, release: str) -> None:
 
 @pytest.mark.parametrize("dist", ["lmcache", "vllm"])
 def test_what_every_release_prints_is_read(dist: str) -> None:
-    """Read each line's message, values and release. vLLM's copies of LMCache's adapters log in LMCache's format."""
+    """vLLM's copies of LMCache's adapters log in LMCache's format."""
     sources = {message.name: message.source for message in grammar.MESSAGES}
     known: set[str] = set()
     for row in statements.known()[dist]:

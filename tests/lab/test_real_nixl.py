@@ -1,4 +1,4 @@
-"""In each step, real NIXL over UCX behaves like the lab's model. The lab finds faults that tests plant in real NIXL."""
+"""The lab's model of NIXL and real NIXL over UCX agree in each step. The lab finds faults planted in real NIXL."""
 
 from collections.abc import Callable
 from math import inf
@@ -130,7 +130,7 @@ FAULTS = {each.__name__: each for each in (read_the_next_block, not_whole)}
 
 
 def planted(connector: str, *names: str) -> list[dict[str, Any]]:
-    """Play the setup once for each fault ("": no fault). Both agents have the fault. Return findings and counters."""
+    """Play the connector once per fault ("" is no fault), planted in both agents. Return findings and counters."""
     agent_of, done = late.nixl_real.RealNetwork.agent, []
     for name in names:
 
@@ -150,7 +150,7 @@ def planted(connector: str, *names: str) -> list[dict[str, Any]]:
 def test_faults_of_a_transfer_are_found(connector: str, once: Once) -> None:
     sound, *faulty = once(planted, RELEASES / "0.5.6", connector, "", *FAULTS)
     assert sound["found"] == []
-    # prompts of seven, ten and four blocks; the second prompt may have a hit in blocks of the first
+    # the prompts have 7, 10 and 4 blocks; the second prompt may hit blocks of the first prompt
     assert sound["counts"]["nixl_bytes"] >= 15 * 16 * 256
     assert sound["counts"]["nixl_notices"] >= 3
     for done in faulty:
@@ -158,7 +158,7 @@ def test_faults_of_a_transfer_are_found(connector: str, once: Once) -> None:
 
 
 def compared(connector: str, fixes: bool, fault: bool = False) -> dict[str, Any]:
-    """Compare NIXL with the lab's model. fault: reverse the list of local blocks, so that NIXL pairs wrong blocks."""
+    """Compare NIXL with the lab's model. fault: NIXL pairs local blocks with wrong remote blocks."""
     prepare = late.nixl_real.RealAgent.prepare
 
     def elsewhere(agent: Any, handle: int, operation: str, *lists: Any) -> None:

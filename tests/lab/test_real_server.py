@@ -1,4 +1,4 @@
-"""The lab with a real `lmcache server`: stores, loads and locks are right, and each planted fault is found."""
+"""Play the lab with a real `lmcache server`. Stores, loads and locks are right. The lab finds each planted fault."""
 
 from contextlib import closing
 from math import inf

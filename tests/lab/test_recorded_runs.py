@@ -1,4 +1,4 @@
-"""docs/matrix.json and docs/released.json record long runs. They are complete, as expected and reproducible."""
+"""The long runs in docs/matrix.json and docs/released.json are complete, as expected and reproducible."""
 
 from pathlib import Path
 

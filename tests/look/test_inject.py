@@ -94,7 +94,7 @@ def test_a_file_is_read_once_for_all_processes(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_hundred_in_a_row_take_one_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """kvfix reads the process's memory maps only once, even if the maps change. A process with CUDA has thousands."""
+    """kvfix reads the memory maps only once, even if the maps change. A process with CUDA has thousands of maps."""
     read: list[Path] = []
     mapped = other_process._mapped_files
     monkeypatch.setattr(other_process, "_mapped_files", lambda process: read.append(process) or mapped(process))

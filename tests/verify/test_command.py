@@ -31,7 +31,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, tuple[str, ...]]] = 
     "noisy": (NOISY, {}, 0, ("verify same: 48 prompts", "differ by at most")),
     "every hit is wrong": ({**NOISY, **EVERY_HIT}, {}, 1,
         ("SUMMARY: kvfix verify different: wrong for all hits, alone and under load", "kvfix explain KVF020")),
-    # After the first NaN, computed answers are NaN too, and so is the noise. The survey (rounds.py) finds this.
+    # After the first NaN, computed answers and the noise are NaN too. `Rounds._survey` runs before and counts NaN.
     "NaN that spoils the noise": ({"spreads_nan": True}, {}, 1,
         ("different: the model computes NaN with KV from the connector", "restart the engine, and empty the cache")),
     # Three wrong answers of 48 are no proof. Fresh prompts with equal properties prove the difference.

@@ -33,7 +33,7 @@ _TEXT, _CONDITION = 200, 120  # maximum characters of a text and of a condition
 
 
 def template(node: ast.expr | None) -> str | None:
-    """Return the text of a string, with `{}` for each value of an f-string and with `%s` unchanged, or else None."""
+    """Return the text of a string. In an f-string, `{}` replaces each value. Return None for any other expression."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):

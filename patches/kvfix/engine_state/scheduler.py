@@ -83,7 +83,7 @@ def read(scheduler: Any, engine: Any, held: dict[str, Row], recorded: dict[str, 
 
 
 def _requests(scheduler: Any) -> list[tuple[Any, str]]:
-    """Return (request, queue). "ended": vLLM keeps the request until its blocks are sent. "": in none of the queues."""
+    """Return (request, queue). Queue "ended": vLLM keeps the request until its blocks are sent. Queue "": no queue."""
     found = [(each, name) for name in QUEUES for each in list(getattr(scheduler, name, ()))]
     found += [(each, "running") for each in list(scheduler.running)]
     listed = {request.request_id for request, _ in found}

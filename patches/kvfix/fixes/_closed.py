@@ -115,7 +115,7 @@ def store_nothing_more(connector: Any, scheduler_output: Any, *_: Any, **__: Any
 
 
 def drop_stores(connector: Any, answer: Any, scheduler_output: Any, metadata: Any, *_: Any, **__: Any) -> Any:
-    """Remove the stores from a multi-process connector's metadata. Later, store nothing for the stores' requests."""
+    """Remove the stores from a multi-process connector's metadata. Store nothing more for the stores' requests."""
     _stored(connector, [meta.request_id for meta in metadata.requests if meta.direction == "STORE"])
     metadata.requests[:] = [meta for meta in metadata.requests if meta.direction != "STORE"]
     return answer

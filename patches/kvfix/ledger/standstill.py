@@ -76,7 +76,7 @@ def steps_between(before: Engine, after: Engine) -> int | None:
 
 
 def is_current(before: Engine, after: Engine, span: float) -> bool:
-    """Return True three steps (10 s if vLLM counts none) after the first look. Earlier reports have then arrived."""
+    """Return True if all reports from before the first look have arrived: after 3 steps (10 s if vLLM counts none)."""
     steps = steps_between(before, after)
     return span >= 2 * LATE if steps is None else steps > 2
 
@@ -105,7 +105,7 @@ def in_hooks(looks: Sequence[Look]) -> Iterator[tuple[dict[str, Any], Engine | N
 
 
 def of_these_hooks(looks: Sequence[Look]) -> Sequence[Look]:
-    """Drop the older looks, at which a process is not yet in the hook that it is in at the last look.
+    """Drop the looks from before a process entered its current hook.
 
     A process in a hook may block all other processes. If only one look would remain, return all looks.
     """
@@ -117,7 +117,10 @@ def of_these_hooks(looks: Sequence[Look]) -> Sequence[Look]:
 
 
 def stands(looks: Sequence[Look], process: dict[str, Any]) -> bool:
-    """Return True after `HOOK` s if no request moves (for a worker), or if a scheduler begins at most a step in 2 s."""
+    """Return True if the looks span HOOK seconds or more, in which the process did not make progress.
+
+    A scheduler makes progress if it begins more than one step in 2 s. A worker makes progress if a request moves.
+    """
     span = looks[-1].at - looks[0].at
     steps = {after.process["pid"]: steps_between(before, after) for before, after, _ in engines(looks)}
     count = steps.get(process["pid"])
@@ -168,7 +171,6 @@ def _blocks_on_lookups(engine: Engine, hook: str) -> bool:
 
 
 def _ended_threads(engine: Engine) -> set[int]:
-    """Return the ranks whose lookup server thread has ended."""
     return {each["rank"] for _, each in engine.workers if (each.get("threads") or {}).get("lookup_server") is False}
 
 
@@ -236,7 +238,7 @@ def _load_not_answered(looks: Sequence[Look]) -> Iterator[Verdict]:
 
 
 def _lookup_not_answered(looks: Sequence[Look]) -> Iterator[Verdict]:
-    """Find lookups in flight at both looks. Find nothing if a process stays in a hook, which delays all lookups."""
+    """Find lookups in flight at both looks. Find nothing if a process stays in a hook. The hook delays all lookups."""
     if any(in_hooks(looks)):
         return
     any_moved = moved(looks)
@@ -262,7 +264,7 @@ def _lookup_not_answered(looks: Sequence[Look]) -> Iterator[Verdict]:
 def _cannot_move(looks: Sequence[Look]) -> Iterator[Verdict]:
     """Find engines in which no request can move at either look, and no request has moved between the looks.
 
-    Give no verdict inside a step, because the queues are then incomplete. Give none while a process is in a hook,
+    Give no verdict inside a step, because the queues are then incomplete. Give no verdict while a process is in a hook,
     because the hook may be the cause.
     """
     if moved(looks) or any(in_hooks(looks)):

@@ -59,7 +59,6 @@ def github(findings: list[LogFinding]) -> str:
 
 
 def _annotation(found: LogFinding) -> str:
-    """Return an error for a certain finding, a warning for an uncertain finding, or a notice for a note."""
     kind = "notice" if found.is_note else "error" if found.is_certain else "warning"
     at = f"file={_property(found.evidence[0].file)},line={found.evidence[0].line}," if found.evidence else ""
     title = _property(f"{found.rule.code} {found.rule.name}")

@@ -80,7 +80,6 @@ def _print(console: Console, text: str, indent: int, style: str = "") -> None:
 
 
 def _short(text: str) -> str:
-    """Return the text, or only the first sentences (about four lines) of a long text."""
     if len(text) <= _LONGEST:
         return text
     cut = text[:_LONGEST].rfind(". ")
@@ -88,7 +87,7 @@ def _short(text: str) -> str:
 
 
 def print_all(log: Diagnosis, findings: list[LogFinding], console: Console, everything: bool) -> None:
-    """Print up to SHOWN findings in full, each with the rules that follow from it, and one line for each other rule."""
+    """Print up to SHOWN findings in full, and one line for each other rule. everything: print all findings in full."""
     kinds = [[found] for found in findings] if everything else by_kind(findings)
     full = [kind for kind in kinds if everything or not (kind[0].follows or kind[0].is_note)]
     shown = full if everything else full[:SHOWN]

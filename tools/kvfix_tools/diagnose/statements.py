@@ -19,14 +19,14 @@ NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
 FILE, CHECKS = (Path(__file__).with_name(name) for name in ("statements.json", "checks.json"))
 _CONVERSION = re.compile(r"%[-+ #0]*\d*(?:\.\d+)?[diouxXeEfFgGcrs]|%%")
 _PLACE = re.compile(rf"{_CONVERSION.pattern}|\{{\}}")
-#: Minimum number of characters outside values to identify a line by its text. In `_fits`, no value may divide them.
+#: Minimum number of characters outside values to identify a line by its text. `_fits` needs them in one piece.
 _TELLS = 16
 _QUOTES, _VALUE = str.maketrans({'"': "'", " ": None, "\n": None}), "\0"
 _NO_ATTRIBUTE = re.compile(r"(?:' object|^module '[\w.]+') has no attribute '")
 
 
 class Statement(NamedTuple):
-    """A logging statement. `template` has `%s` or `{}` per value. `level`: e.g. `info`. `lines`: numbers by release."""
+    """A logging statement. `template` has `%s` or `{}` per value. level: like `info`. lines: {release: line numbers}"""
 
     message: str
     template: str

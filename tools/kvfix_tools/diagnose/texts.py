@@ -102,7 +102,7 @@ def framed(level: bytes, body: bytes) -> LogLine:
 
 
 class Other:
-    """A line without LMCache's prefix: from vLLM, another logger or a traceback, or a line that lacks its beginning."""
+    """A line without LMCache's prefix: of vLLM, another logger or a traceback, or a line without its beginning."""
 
     def __init__(self, line: bytes, headless: Headless = Headless.ALL) -> None:
         self._headless = headless

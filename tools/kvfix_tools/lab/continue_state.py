@@ -43,7 +43,7 @@ class Outcome(NamedTuple):
 
 
 class Continued(NamedTuple):
-    """frees: those of 20 waiting requests whose abort lets all others end, without fixes. differs: see `_Builder`."""
+    """frees: waiting requests whose abort lets all others end without fixes (20 are tried). differs: see `_Builder`."""
 
     schedule: Schedule
     as_released: Outcome

@@ -1,4 +1,4 @@
-"""Run a transfer at the same time as other work. CUDA events order the two, unless a planted fault removes events."""
+"""Run a transfer during other work. CUDA events order transfer and work, unless a planted fault removes the events."""
 
 import contextlib
 from collections import deque
@@ -22,7 +22,7 @@ from kvfix_tools.roundtrip.region import Coordinates, Expected, Region
 
 @dataclass
 class DeferredStream:
-    """A stand-in for a CUDA stream. It queues work. `Race.finish` runs the work of fast streams before slow streams."""
+    """A stand-in for a CUDA stream that queues work. `Race.finish` runs fast streams before slow streams."""
 
     slow: bool
     queue: deque[Work] = field(default_factory=deque)

@@ -6,9 +6,9 @@ prompt before. From the latency of a request, a tenant can detect that another t
 Cause: LMCache's in-process connector builds its keys from token ids, model and layout. No release of vllm_v1_adapter.py
 mentions LoRA or cache_salt. vLLM's own prefix cache has adapter and salt in its keys.
 
-Fix: If a request has a LoRA adapter or a salt, the fix gives the request a tag with a hash of the two. Tags are a
-feature of LMCache, which adds each entry of `kv_transfer_params` whose name begins with `lmcache.tag.` to the request's
-keys. With `use_layerwise`, LMCache does not pass tags to the cache engine, so the fix adds the tags to the call.
+Fix: If a request has a LoRA adapter or a salt, the fix gives the request a tag: a hash of adapter and salt. LMCache
+adds each entry of `kv_transfer_params` whose name begins with `lmcache.tag.` to the request's keys. With
+`use_layerwise`, LMCache does not pass tags to the cache engine, so the fix adds the tags to the call.
 
 Mixed roll-out: Use the fix in all engines that share a cache, or in none of them. For requests with an adapter or a
 salt, engines with and without the fix do not find each other's chunks. An engine without the fix still shares KV

@@ -8,7 +8,7 @@ Cause: With several modules, the drafter may compute the last tokens again. So v
 tokens, counts the block as loaded, and caches it. LMCache registers, stores and loads only the window
 (kv_cache_groups.py 0.5.6:129). So nothing is loaded into the block, which keeps the KV of another request.
 
-Fix: The fix registers a longer window with the server: the window and these tokens, rounded up to whole blocks.
+Fix: The fix registers a longer window with the server: the window plus the extra tokens, rounded up to whole blocks.
 
 Mixed roll-out: Install the fix on all engines that share a server, or on none of them. The engines register the sliding
 window with the server. If a window is shorter than a chunk, the fix changes the sizes or keys of the stored chunks.

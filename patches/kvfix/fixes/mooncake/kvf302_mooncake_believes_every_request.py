@@ -26,7 +26,7 @@ _ADDRESS = "remote_bootstrap_addr"
 
 
 def _names(params: dict[str, Any], key: str) -> bool:
-    """Return True if the value of `key` is a string, a number as address, or any `remote_port`. vLLM checks no type."""
+    """Return True for a string, for a number as bootstrap address, and for any `remote_port`. vLLM checks no type."""
     if key == _ADDRESS and isinstance(params.get(key), int):
         return True
     return isinstance(params.get(key), str) or (key == "remote_port" and key in params)

@@ -1,4 +1,4 @@
-"""Functions that decide from the numbers in log lines if a log shows a problem of knowledge/rules.toml.
+"""Functions that decide if a log shows a problem of knowledge/rules.toml, from the numbers in the log's lines.
 
 For example, `@finding def waits_for_load(log, line)` decides if the log shows the problem `[waits-for-load]`. The
 problem's key `on` lists the kinds of lines and exceptions for which kvfix calls the function. In `on`, "" is the end of

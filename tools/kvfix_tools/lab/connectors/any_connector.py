@@ -54,7 +54,7 @@ class AnyReader(Reader):
 class AnyWorker(Worker):
     """The worker role. The lab calls the hooks in vLLM's order (v1/worker/gpu_model_runner.py 0.32.0:3968-4216).
 
-    The hooks of each layer are those that vLLM calls in model_executor/layers/attention/kv_transfer_utils.py:51-57.
+    For each layer, the lab calls the hooks of vLLM's model_executor/layers/attention/kv_transfer_utils.py:51-57.
     """
 
     def __init__(self, rank: int, slots: Slots, connector: Any, config: Any, memory: TensorMemory) -> None:
@@ -157,7 +157,7 @@ class AnyWorker(Worker):
 
 
 class AnyConnector(Connector):
-    """The tested connector, in the scheduler and worker roles. `Contract` checks the results of its hooks."""
+    """The tested connector, in the scheduler and worker roles. `Contract` checks the results of the hooks."""
 
     workers: Sequence[AnyWorker]
 

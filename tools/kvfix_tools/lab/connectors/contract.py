@@ -110,7 +110,7 @@ class Contract:
 
 
 def kept_requests(connector: Any, ids: set[str]) -> dict[str, set[str]]:
-    """Return {attribute: ids in the attribute} for the connector and all objects of its package that it refers to."""
+    """Return {attribute: ids in the attribute}. Search the connector, and its objects from its own package."""
     found: dict[str, set[str]] = {}
     seen: set[int] = set()
     waiting: list[tuple[str, Any, int]] = [(type(connector).__name__, connector, 0)]

@@ -224,8 +224,6 @@ class Tiers:
 
 
 def _then(submit: Callable[[Any], None], drain: Callable[[], None]) -> Callable[[Any], None]:
-    """Return a function that calls `submit` and then waits for the threads of the tier."""
-
     def submitted(job: Any) -> None:
         submit(job)
         drain()

@@ -20,7 +20,7 @@ from kvfix_tools.lab.engine.workers import Worker
 from kvfix_tools.lab.options import Options
 from kvfix_tools.roundtrip.backends.vllm_offload import offload
 
-#: The request id of another client. The manager evicts its oldest chunks when `evict` reserves chunks for this client.
+#: The request id of another client. `evict` reserves chunks for this client, so that the manager evicts old chunks.
 _OTHERS = "others"
 
 

@@ -77,7 +77,7 @@ class Offloading(BothRoles):
         self._due.update({name: (start, end) for name, start, end in self.reader.loads(metadata) or ()})
 
     def store_begins(self, rank: int, event: int, source: list[int]) -> None:
-        """Record a store when it begins, as kvfix's hooks do. When it ends, the request may have lost the blocks."""
+        """Record a store when it begins, as kvfix's hooks do. At the end, the request may have lost the blocks."""
         blocks, size = set(source), self._groups[0].block_size
         for name in self.requests_of(event, True) if self.alone and not rank else ():
             of_request = self._scheduler.kv_cache_manager.get_block_ids(name)[0]

@@ -57,7 +57,7 @@ class PrefetchingEngine(CacheEngine):
         self.unanswered: set[str] = set()
         self._asked: list[tuple[int, str, list[Any], list[int]]] = []
         events: Any = importlib.import_module("lmcache.v1.event_manager")
-        #: True if a load removes the event (up to LMCache 0.3.15). Since 0.4.1, `lookup_unpin` removes it (PR 2559).
+        #: True if a load removes the event (up to LMCache 0.3.15). Since 0.4.1, `lookup_unpin` does so (PR 2559).
         self._load_takes = not hasattr(events.EventManager, "get_event_future")
         # Attributes that LMCacheEngine.lookup_unpin reads. The upstream patch of KVF013 reads `_consumed_prefetches`.
         self.lookup_pins = {}
@@ -110,12 +110,12 @@ class PrefetchingEngine(CacheEngine):
             real.lookup_unpin(self, name)
 
     def cleanup_memory_objs(self, lookup_id: str) -> None:
-        """Release a lookup's chunks. The lookup server calls this. Since LMCache 0.4.1, `lookup_unpin` calls it too."""
+        """Release a lookup's chunks. The lookup server and, since LMCache 0.4.1, `lookup_unpin` call this method."""
         self.fetched.pop(lookup_id, None)
 
 
 class AsyncV1(V1):
-    """V1 with `enable_async_loading`. It has one client, and one server for each rank. now: LMCache's time in s."""
+    """V1 with `enable_async_loading`, a lookup client, and a lookup server for each rank. now: LMCache's time in s."""
 
     engine = PrefetchingEngine
     cache_engines: list[PrefetchingEngine]  # type: ignore[assignment]
@@ -163,7 +163,7 @@ class AsyncV1(V1):
         return set().union(*(each.unanswered for each in self.cache_engines))
 
     def kept(self) -> dict[str, set[str]]:
-        """Return the kept state, without unanswered lookups and aborted lookups whose state the next lookup removes."""
+        """Return the kept state. Omit unanswered lookups, and aborted lookups whose state the next lookup removes."""
         status, unanswered = self.client.reqs_status, self.looking()
         aborted = set(getattr(self.client, "aborted_lookups", ()))
         to_clean = {name for name in aborted if status.get(name) is not None} | unanswered

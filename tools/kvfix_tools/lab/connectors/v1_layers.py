@@ -64,7 +64,7 @@ class _Storage:
 
 
 class _GPUConnector(NamedTuple):
-    """The generators that `retrieve_layer` and `store_layer` advance for each layer."""
+    """Replaces LMCache's GPU connector. `retrieve_layer` and `store_layer` advance the generators for each layer."""
 
     slots: Slots
 
