@@ -1,4 +1,4 @@
-"""Test how kvfix joins recordings of prefill and decode, which together show leases that decode did not return."""
+"""Test how kvfix joins recordings of prefill and decode. One recording alone does not show an unreturned lease."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from tests.connector_events.test_engine_recordings import assert_between, on_nod
 from tests.lab.planted import wrap
 from tests.lab.planted_in_pairs import leases_are_over_at_once  # noqa: F401  `recorded` finds it by its name
 
-#: {engine: (seconds by which its monotonic clock is ahead, seconds by which its wall clock is ahead)}
+#: Seconds by which the clocks of each engine are ahead: (monotonic clock, wall clock).
 CLOCKS = {"prefill": (0.0, 0.0), "decode": (5000.0, -3.0)}
 
 
@@ -57,7 +57,7 @@ def recorded(fault: str, seconds: float = 0.0, connector: str = "nixl-pull") -> 
     from kvfix_tools.lab.engine.lab_engine import STEP
 
     with runner.quiet():
-        # Apply no fix, because with the fixes a read fails if its lease has ended.
+        # With the fixes, decode fails to read blocks whose lease has ended. So apply no fix.
         kvfix.apply("check", only=[])
         now = SimpleNamespace(monotonic_ns=lambda: int(clock.now() * 1e9), time_ns=lambda: int(clock.now() * 1e9))
         recorder.time = now  # type: ignore[attr-defined]

@@ -72,7 +72,7 @@ def test_the_site_is_small_and_takes_nothing_from_elsewhere(site: Path) -> None:
 
 
 def found(site: Path, queries: list[str]) -> list[list[str]]:
-    """Return for each query the pages that the search of the site shows. The best comes first."""
+    """Return for each query the pages that the search of the site shows. The best page comes first."""
     node = shutil.which("node")
     if node is None:
         pytest.skip("node is not installed: the search of the site runs in it")
@@ -160,7 +160,7 @@ def test_no_message_is_left_without_an_answer() -> None:
     found = {code for entry in error_index.entries() for code in entry.findings}
     # by_text keeps rules whose `on` has at least one kind other than "" (end of the log), asked, stats and retrieved.
     by_text = [rule for rule in problems.catalogue() if not {"", "asked", "stats", "retrieved"} >= set(rule.on)]
-    # KVD117 and KVD112 have the same line, LMCache's failed assertion, and the page lists only KVD112 for this line. No
+    # KVD117 and KVD112 have the same line (LMCache's failed assertion). The page lists only KVD112 for this line. No
     # pattern of diagnose/grammar.py matches the lines of KVD212 and KVD213.
     others = [rule.code for rule in by_text if rule.on and rule.code not in found]
     assert sorted(others) == ["KVD117", "KVD212", "KVD213"]

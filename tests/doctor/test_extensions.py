@@ -47,7 +47,7 @@ def without(content: bytes) -> bytes:
 
 
 def for_cuda_12() -> bytes:
-    """Return LMCache 0.3.10's operations for CUDA 12. They need a missing libcudaX instead of torch's libc10."""
+    """Return c_ops of LMCache 0.3.10, built for CUDA 12. In this copy, the missing libcudaX replaces torch's libc10."""
     return next((RELEASES / "0.3.10/lmcache").glob("c_ops*.so")).read_bytes().replace(b"libc10.so\0", b"libcudaX.\0")
 
 

@@ -309,7 +309,7 @@ def main(
     names: Annotated[list[str] | None, typer.Argument()] = None,
     archive: Annotated[Path | None, typer.Option("--pack", help="run nothing, and put the logs here")] = None,
 ) -> None:
-    """Run these cases, or those that FOLDER does not have yet. Print what kvfix-diagnose and kvfix doctor find."""
+    """Run the named cases, or all that FOLDER does not have yet. Print what kvfix-diagnose and kvfix doctor find."""
     if archive:
         pack(folder, archive)
     for case in CASES if not archive else ():

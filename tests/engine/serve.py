@@ -53,7 +53,7 @@ def main(job: dict[str, Any]) -> None:
 
 
 def until_told(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """Run rounds until folder `flags` has a file `stop`. Send `hard` while `flags` has a file `hard`, else `calm`."""
+    """Run rounds until folder `flags` has a file `stop`. With a file `hard`, a round sends `hard`, else `calm`."""
     folder, rounds, preempted = Path(job["flags"]), list[tuple[str, list[list[int]]]](), 0
     while not (folder / "stop").exists():
         kind = "hard" if (folder / "hard").exists() else "calm"
@@ -90,7 +90,7 @@ def spoil(engine: Any) -> None:
 
 
 def abort_waiting(engine: Any, job: dict[str, Any]) -> None:
-    """Add request `running`, then add and abort `waiting`. steps: 0 if the engine makes steps in another process."""
+    """Add request `running`, then add and abort `waiting`. `steps` is 0 if another process makes the steps."""
 
     def add(name: str, **more: Any) -> None:
         prompt, tokens = job[name]

@@ -1,4 +1,4 @@
-"""Real vLLM engines with LMCache die, leak, are slow or give wrong output without kvfix. With kvfix they work."""
+"""Without kvfix, real vLLM engines with LMCache die, leak, are slow or give wrong output. With kvfix all work."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -129,7 +129,7 @@ def test_a_worker_that_does_not_answer_lookups(apply: bool, tmp_path: Path) -> N
 
 
 def test_a_preempted_request_whose_worker_is_in_the_schedulers_process(tmp_path: Path) -> None:
-    """vLLM preempts and resumes the prefill of a long prompt. A later hit on the prompt is right only with kvfix."""
+    """vLLM preempts and resumes a long prefill. Only with kvfix, the answer after a later hit is right."""
 
     def twice(seed: int) -> list[list[tuple[list[int], int]]]:
         other, preempted = (prompt(300, seed), 60), (prompt(900, seed + 1), 8)

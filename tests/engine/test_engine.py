@@ -12,7 +12,7 @@ from tests.engine.start import CROWD, REPORT, ROUNDS, Ran, server
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 EARLY = "0.3.10"
-#: The error message of LMCache issue 2158, with the token counts of its small version (start.REPORT).
+#: The error message of LMCache issue 2158. The token counts are those of start.REPORT, a small version of the issue.
 MISMATCH = (
     "AssertionError: Mismatch in tokens to load: 256 vs 256 (tokens in lmcache) - 288 (tokens in vllm) - 0 "
     "(full lmcache hits subtracts last token to recalculate logits) for request"
@@ -47,7 +47,6 @@ def multi_process(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 
 def assert_same_outputs(ran: Ran, plain: Ran) -> None:
-    """Assert that the outputs equal plain vLLM's, both engines preempted requests, and vLLM loaded KV with LMCache."""
     assert ran.answer["preemptions"] > 0
     assert plain.answer["preemptions"] > 0
     assert ran.count("grant") > 0
@@ -111,7 +110,7 @@ class TestTheReportedCrash:
         assert MISMATCH in ran.log
         assert "EngineDeadError" in ran.log
         assert ran.findings() == {"KVD101"}
-        for process in ran.processes().values():  # kvfix is installed, but without a configuration it does nothing
+        for process in ran.processes().values():  # kvfix is installed, but does nothing without a configuration
             assert process["choice"] is None
             assert {row["code"]: row["verdict"] for row in process["status"]}["KVF001"] == "applicable"
 

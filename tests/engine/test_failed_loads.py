@@ -40,7 +40,7 @@ class Case(NamedTuple):
     load: list[int]
     again: dict[str, int]  # {request: tokens that LMCache loads when the prompt is sent again}
     steps: list[dict[str, int]] = []  # {request: tokens} of the step whose load fails, and of the next step in flight
-    #: Without kvfix: requests with a wrong answer, and requests with a wrong answer when sent again.
+    #: Requests with a wrong answer without kvfix: when they are first sent, and when they are sent again.
     wrong: tuple[set[str], set[str]] = (set(), set())
     sharer: list[int] = []  # a prompt that comes one step later, when the prefix cache has the failed load's blocks
 
@@ -54,7 +54,7 @@ CASES = {
         LONG, {"load": 704, "sharer": 256}, [{"other": 1, "load": 256}, {"other": 1, "load": 256, "sharer": 108}],
         ({"sharer"}, {"load", "sharer"}), sharer=LONG[:HIT] + prompt(108, 11),
     ),
-    # The first generated token is already in flight. The engine without kvfix dies in this case, which is the last.
+    # The first generated token is already in flight. Without kvfix the engine dies, so this case is the last.
     "short": Case(prompt(200, 3), {"load": 192}, [{"other": 1, "load": 8}, {"other": 1, "load": 1}]),
 }  # fmt: skip
 
@@ -183,7 +183,6 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ran, Ran]:
 
 
 def played(ran: Ran, name: str) -> dict[str, Any]:
-    """Return the result of a case. Assert that scheduling was asynchronous, and that the planned load failed."""
     assert ran.answer["scheduler"] == "AsyncScheduler"
     found: dict[str, Any] = ran.answer["cases"][name]
     assert found["failed"] == failed(name)
@@ -212,7 +211,7 @@ def test_answers(name: str, engines: tuple[Ran, Ran]) -> None:
     found = played(fixed, name)
     assert wrong(found) == (set(), set())
     assert {each: answer["cached"] for each, answer in found["again"].items()} == CASES[name].again
-    if name == "short":  # vLLM drops the token in flight, and the worker gets -1 in its place
+    if name == "short":  # vLLM drops the token in flight, and sends -1 to the worker in place of the token
         assert released.answer["died"] == {"of": "index out of range in self", "failed": failed(name)}
     else:
         assert wrong(played(released, name)) == CASES[name].wrong

@@ -29,7 +29,7 @@ def test_requests_that_wait_behind_one_another(once: Once) -> None:
 
 
 def test_arrival_orders_the_requests(once: Once) -> None:
-    """The field `arrived` orders requests, even though all requests of the lab come within one millisecond."""
+    """All requests of the lab arrive within one millisecond, so `arrived` must be exact to a few microseconds."""
     came, rows = once(wedged.arrivals, NEWEST)
     seconds = [each["arrived"] + came[each["id"]] for each in rows]
     assert seconds == pytest.approx(seconds[:1] * len(rows), abs=2e-6)
@@ -38,7 +38,6 @@ def test_arrival_orders_the_requests(once: Once) -> None:
 @pytest.mark.parametrize("reserve", [True, False], ids=["whole", "step"])
 @pytest.mark.parametrize("windows", [(), (32,), (64, 16)], ids=str)
 def test_needed_blocks_equal_the_count_of_vllm(once: Once, windows: tuple[int, ...], reserve: bool) -> None:
-    """`needs` equals vLLM's own count of blocks for requests that are new, have a hit, load, or were preempted."""
     compared = once(wedged.asked_and_needed, NEWEST, windows, reserve)
     assert [ours for ours, _ in compared] == [theirs for _, theirs in compared]
     assert len({theirs for _, theirs in compared}) > 3

@@ -25,7 +25,7 @@ READY = "import signal; print('ready', flush=True); signal.pause()"  # a program
 
 @contextmanager
 def running(folder: Path, *command: str, prints: tuple[str, ...] = ("ready\n",)) -> Iterator[Any]:
-    """Run a program. Yield the process when its log in the folder has these lines."""
+    """Run a program. Yield its process when the file `log` in the folder contains all texts of `prints`."""
     environment, log = clean_environment(), folder / "log"
     environment["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
     with real_engine.started([*command], log, environment, cwd=ROOT) as process:
@@ -44,7 +44,7 @@ def look(pid: int, *options: str) -> subprocess.CompletedProcess[str]:
 def watched(pid: int, draws: int) -> tuple[int, str]:
     """Interrupt `kvfix look --watch` after `draws` draws. Return the exit code, and all drawn text."""
     ours, its = pty.openpty()
-    # Restore SIGINT, which the background jobs of a shell and their children ignore.
+    # A background job of a shell ignores SIGINT, and so do the children of the job. So restore SIGINT.
     with subprocess.Popen(
         [*COMMAND, str(pid), "--watch"], env=clean_environment(TERM="xterm", COLUMNS="240"), stdout=its, stderr=its,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
@@ -105,7 +105,7 @@ def test_without_rights(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root, to take rights away")
 def test_in_a_container_without_ptrace(tmp_path: Path) -> None:
-    """In a container without SYS_PTRACE, root may not trace a process with more rights."""
+    """In a container without SYS_PTRACE, root may not trace a process that has a capability which root lacks."""
     with running(tmp_path, sys.executable, "-c", f"import torch; {READY}") as process:
         done = RUN(["setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace", *COMMAND, str(process.pid)])
     assert done.returncode == 77, done.stdout + done.stderr
@@ -131,7 +131,7 @@ def test_a_process_without_vllm_is_not_stopped(command: tuple[str, ...], tmp_pat
 
 
 def test_an_engine_at_work_in_a_container(tmp_path: Path) -> None:
-    """kvfix reads only the engine. The engine's parent also runs a plain Python process, and PyTorch without vLLM."""
+    """The shell runs an engine, plain Python, and PyTorch without vLLM. kvfix reads only the engine."""
     others = [READY, f"import torch; print('torch', flush=True); {READY}"]
     engine = f"{sys.executable} -m tests.engine_state.wedged empty_engine 2>&-"
     script = " & ".join([engine, *(f'{sys.executable} -c "{code}"' for code in others), "wait"])
@@ -157,7 +157,7 @@ def test_kvfix_does_not_read_itself() -> None:
 
 
 def test_a_core_file(tmp_path: Path) -> None:
-    """kvfix reads the stacks of a core file as PyStack 1.7 prints them, and says how to install PyStack."""
+    """core.txt has stacks as PyStack 1.7 prints them. Without PyStack, kvfix says how to install PyStack."""
     main, other = map(looking.of_stack, command.stacks(Path(__file__).with_name("core.txt").read_text()).values())
     assert main["hook"] == "start_load_kv"
     assert main["stack"][0] == "start_load_kv (vllm/lmcache_mp_connector.py:900)"

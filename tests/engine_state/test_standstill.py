@@ -79,7 +79,7 @@ def test_loaded_requests_behind_one_that_gets_no_blocks(locked_out: States) -> N
 
 @pytest.mark.parametrize("what", ["", "computed", "total", "preemptions"])
 def test_a_load_that_no_worker_has(what: str, once: Once) -> None:
-    """Expect no verdict if the counter `what` changes: a load may be new. With `what` "", the loads are unknown."""
+    """If the counter `what` changes, the load may be new. If `what` is "", the loads are unknown. Expect no verdict."""
     states = copy.deepcopy(once(wedged.twice, NEWEST, "engine_without_load"))
     (row,) = states[1]["scheduler"]["requests"]
     assert waits_for(liveness.engines(states)[1], row) == "no worker has its load"

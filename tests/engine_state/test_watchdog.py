@@ -1,4 +1,4 @@
-"""The watchdog reports each standstill of an engine once. It never reports an engine that works, idles or computes."""
+"""The watchdog reports each standstill once, and never reports an engine that works, idles or computes."""
 
 import os
 import tempfile
@@ -40,7 +40,7 @@ class Clock:
 
 
 def due(act: Callable[[], Any], steps: int, inside: Callable[[Any], Any] = lambda call: call()) -> float:
-    """Call `act` at most `steps` times. Return the seconds until the watchdog reports, or 0 if it does not report."""
+    """Call `act` at most `steps` times. Return the seconds until the watchdog reports, or 0 without a report."""
     clock = Clock()
     dog = watchdog.Watchdog(60.0, clock)
     for _ in range(steps):
@@ -58,7 +58,7 @@ def logged_reports() -> list[str]:
 
 
 def wedge(name: str) -> dict[str, Any]:
-    """Run the watchdog's thread on an engine that makes empty steps. Return the parts of its report."""
+    """Run the watchdog's thread on an engine that makes empty steps. Return the parts of the watchdog's report."""
     prepare()
     engine = getattr(wedged, name)()
     watchdog._TRIES = watchdog._STANDS = 10_000  # on a busy host, `_look` may need more tries until a step ends
@@ -87,7 +87,7 @@ def wedge(name: str) -> dict[str, Any]:
 
 @answers([0.0, 0.0, 0.0, True, 0.0])
 def test_engines_that_do_not_hang() -> list[float]:
-    """Idle, work, wait in a step, wait outside steps, and pause. The watchdog reports only the wait outside steps."""
+    """Engines idle, work, wait in a step, wait outside steps, or pause. Only the wait outside steps is reported."""
     prepare()
     engine = wedged._engine(Options(connector="mp", delay=3, num_blocks=48, chunk_size=64))
 

@@ -29,7 +29,7 @@ def look(engine: Any, full: bool = False) -> dict[str, Any]:
 
 
 def twice(name: str, *arguments: Any) -> list[dict[str, Any]]:
-    """Make an engine with the function `name`. Return two looks at it, with twelve steps between the looks."""
+    """Make an engine with the function `name`. Return two looks at the engine, twelve steps apart."""
     engine, full = globals()[name](*arguments), name == "locked_out_engine"
     first = look(engine, full)
     engine.step(12)
@@ -96,7 +96,6 @@ def begin_to_load(engine: Any, name: str) -> Any:
 
 
 def lookup_without_answer(connector: str) -> Any:
-    """Return an engine whose lookup gets no answer, from the worker or from the server."""
     if connector == "mp":
         engine = _engine(MP)
         engine.admit("r", prompt(200), max_tokens=4)
@@ -144,7 +143,7 @@ def with_recorder() -> dict[str, Any]:
 
 
 def asked_and_needed(windows: tuple[int, ...], reserve: bool) -> list[tuple[int | None, int]]:
-    """Return the needed blocks (kvfix's count, vLLM's count) of each try to admit a request while no request runs."""
+    """Count needed blocks at each try to admit a request while none runs. Return [(kvfix's count, vLLM's count)]."""
     engine = _engine(replace(MP, delay=2, num_blocks=72, windows=windows, max_num_batched_tokens=128))
     scheduler, found = engine.scheduler, []
     scheduler.scheduler_reserve_full_isl = reserve

@@ -1,4 +1,4 @@
-"""Play schedules that the fuzzer found. They have failed loads, a kv_producer, ranks, or pairs of engines."""
+"""Play schedules that the fuzzer found. They cover failed loads, a kv_producer, ranks, and pairs of engines."""
 
 from typing import Any
 
@@ -66,7 +66,7 @@ def test_a_resumed_request_of_a_kv_producer_leaves_no_hole() -> list[int]:
 @pytest.mark.parametrize(("is_fixed", "answer"), [(True, [False, False]), (False, [True, True])])
 @answers(also="answer")
 def test_blocks_kept_until_the_registration_ends_are_no_leak(is_fixed: bool) -> list[bool]:
-    """With KVF322, decode frees an aborted request's blocks when the registration ends. Without fixes it never does."""
+    """With KVF322, decode frees an aborted request's blocks when the registration ends. Without fixes it frees none."""
     timeout = {"push_registration_timeout": 5.0}
     options = Options(connector="nixl-push", num_blocks=40, max_num_batched_tokens=64, extra=timeout)
     steps = [("fail", "notice", 1), ("ask_at_once", "r", 0, 64, 5, 1), ("step",), ("abort", 0), ("step",)]

@@ -166,7 +166,7 @@ AGAIN = 4
 
 
 def fuzzed(connector: str, plain: bool, mode: str, seeds: list[int], only: str) -> list[Any]:
-    """Return two lists of [violations, counts]: of schedules with the option `only` ("": of all), and of round two."""
+    """Return two rounds of [violations, counts]. Round one plays schedules with option `only` ("": all)."""
 
     def played(seeds: list[int]) -> list[Any]:
         done = map(late.play, (each for each in run.schedules(seeds) if not only or getattr(each.options, only)))

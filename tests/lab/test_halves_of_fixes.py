@@ -1,7 +1,7 @@
 """kvfix applies either all targets of a fix or none. If one target is left out, the lab finds the bug.
 
-Some fixes wrap functions in two processes, and one process may run without kvfix. So half of a fix must cause no new
-finding, except of the rules CLOSED (faults.py). For example, a load may time out instead of waiting for ever.
+Some fixes wrap functions in two processes, and one process may run without kvfix. Half of a fix may cause new findings
+only of the rules CLOSED (faults.py). For example, a load may time out instead of waiting for ever.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -33,9 +33,9 @@ IN_WORKER = {
     "wait_for_save", "start_load_kv", "save_kv_layer", "get_block_ids_with_load_errors", "get_finished",
     "get_transfer_results", "handle_preemptions",
 }  # fmt: skip
-#: {fix that also reports failed stores: connectors to play}. No scenario has failed stores.
+#: Fixes that also report failed stores, and the connectors to play. No scenario has failed stores.
 STORES = {"KVF330": ["offloading"], "KVF370": ["simple-offload"]}
-#: {fix for prefill and decode: its functions that act in the prefill engine}
+#: Fixes for prefill and decode, and the functions of each fix that act in the prefill engine.
 IN_PREFILL = {"KVF319": {"request_finished"}, "KVF322": {"_do_start_push_kv"}}
 
 
@@ -194,7 +194,7 @@ def of_several_functions() -> Iterator[tuple[Fix, str, tuple[Target, ...]]]:
                 yield fix, copy, tuple(wrong)
 
 
-#: {package with a copy of the multi-process connector: the lab's connector that runs this copy}
+#: The lab's connector for each package that has a copy of the multi-process connector.
 CONNECTORS = {"LMCache": "mp", "vLLM": "mp-in-tree"}
 
 

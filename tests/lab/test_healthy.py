@@ -64,7 +64,7 @@ def test_same_decisions(connector: str, release: str, once: Once) -> None:
 )
 def test_no_fix_acts(connector: str, once: Once) -> None:
     found = once(compared, RELEASES / "0.5.6", connector, 24 if connector in ("v1", "mp") else 12)
-    # Without their bug, KVF109 acts at a request's second store, and KVF110 at a load that skips blocks. KVF113 acts
-    # when a worker registers, and KVF216 when a request gets blocks that are still being copied.
+    # Four fixes act without a bug. KVF109 acts at a request's second store, and KVF110 at a load that skips blocks.
+    # KVF113 acts when a worker registers, and KVF216 when a request gets blocks that are still being copied.
     assert set(found["acted"]) <= {"KVF109", "KVF110", "KVF113", "KVF216"}
     assert found["calm"] > 0

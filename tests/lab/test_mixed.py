@@ -1,4 +1,4 @@
-"""Mixed roll-out: one of two engines has the default fixes. The pair breaks no rule that it keeps without fixes."""
+"""Mixed roll-out: one of two engines has the default fixes. The pair breaks no rule that a pair without fixes keeps."""
 
 from functools import partial
 from math import inf
@@ -92,9 +92,9 @@ def test_the_fixes_act_in_that_engine_alone(connector: str, fixes_in: str) -> li
 @pytest.mark.parametrize(
     ("connector", "seed", "code", "answer"),
     [
-        # KVF353 is opt-in because both engines need it. If one engine lacks it, the engines count tokens differently.
+        # If only one engine has KVF353, the engines count tokens differently. So KVF353 is opt-in.
         ("nixl-pull", 1, "KVF353", [True, True, True]),
-        # With KVF364, requests end earlier, so decode's messages ask for different loads. One message shows KVF369.
+        # With KVF364, requests end earlier, so decode's messages ask for different loads. One shows KVF369's bug.
         ("mooncake-multi", 35, "KVF364", [True, False, False]),
     ],
 )

@@ -35,7 +35,7 @@ def test_abort_leaves_another_prefill_of_its_transfer(aborted_first: bool) -> li
 @pytest.mark.parametrize(("longer", "answer"), [(0, ["LAB001", "LAB008"]), (480, [])])
 @answers(also="answer")
 def test_a_longer_timeout_of_the_decode_engine_prevents_late_writes(longer: float) -> list[str]:
-    """Check the workaround for KVF906, a longer timeout in decode. The timeout of prefill does not change."""
+    """A longer timeout in decode works around KVF906. The timeout of prefill does not change."""
     released = late.mooncake_network.Dealer.setsockopt
 
     def setsockopt(dealer: Any, option: int, value: float) -> None:

@@ -14,7 +14,7 @@ from kvfix_tools.diagnose.grammar import FILE
 from kvfix_tools.diagnose.problems import Problem
 
 FOLDER = FILE.with_suffix("")
-#: Files without records of problems. In this order: retired codes, messages of the grammar, other tables.
+#: Three kinds of files have no records of problems: retired codes, messages of the grammar, and other tables.
 RETIRED, MESSAGES, TABLES = "retired.toml", "messages.toml", ("connectors.toml", "words.toml")
 
 
@@ -36,7 +36,7 @@ def records(file: Path) -> list[dict[str, Any]]:
 
 
 def compiled() -> str:
-    """Return the JSON with a line for each record: files sorted by name, records in the order of their file."""
+    """Return the JSON with a line for each record. Files are sorted by name. Records keep the order in their file."""
     files = sorted(file for file in FOLDER.glob("*.toml") if file.name not in (RETIRED, MESSAGES, *TABLES))
     rows = ",\n".join(json.dumps(record, ensure_ascii=False) for file in files for record in records(file))
     gone = tomllib.loads((FOLDER / RETIRED).read_text())

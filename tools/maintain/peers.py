@@ -3,9 +3,9 @@
     python -m maintain peers [lmcache|vllm] [--mode fix|strict] [--anew]
 
 `--anew` runs the tests (.cache/peers) twice without kvfix, and writes tests/peers/<dist>-<release>.json: the number of
-passed tests and all other tests. A missing file causes the same run. Tests that fail only with kvfix run again in one
-process, with kvfix and without. exceptions.json names tests that must fail with kvfix. Exit 1 if one of these does not
-fail, or if a test was not run. Exit 1 if another test fails in both runs with kvfix, and passes without kvfix.
+passed tests and all other tests. Without this file, `--anew` is the default. Tests that fail only with kvfix run again
+in one process, with kvfix and without. exceptions.json names tests that must fail with kvfix. Exit 1 if a named test
+does not fail, or if a test was not run. Exit 1 if another test fails in both runs with kvfix, and passes without kvfix.
 """
 
 import json
@@ -28,7 +28,7 @@ KEPT = ROOT / "tests/peers"
 EXCEPTIONS = KEPT / "exceptions.json"
 #: {dist: folders with tests of the scheduler, the connectors or the cache}
 FOLDERS = {"vllm": ("tests/v1/kv_connector/unit", "tests/v1/core"), "lmcache": ("tests/v1",)}
-#: {dist: {file of tests that kvfix does not run: reason}}
+#: Test files of each dist that `make peers` does not run, and the reasons.
 LEFT_OUT: dict[str, dict[str, str]] = json.loads((KEPT / "left_out.json").read_text())
 EVERYWHERE = {"lmcache.v1.memory_management"}  # nearly all tests import this module, so an import tells nothing
 #: {model that the tests name: its configuration}. The tests read only the configuration of a model.
@@ -116,7 +116,7 @@ def run(suite: Suite, mode: str, tests: Iterable[str] = (), processes: int = 2) 
 
 
 def read(file: Path) -> dict[str, str]:
-    """Return {test: outcome} from the plugin's file. Each phase of a test has an outcome. The worst one counts."""
+    """Return {test: outcome} from the plugin's file. Each phase of a test has an outcome. The worst outcome counts."""
     order = ("passed", "skipped", "failed")
     found: dict[str, str] = {}
     for line in file.read_text().splitlines() if file.exists() else ():
@@ -135,7 +135,7 @@ def take(suite: Suite) -> None:
 
 
 def baseline(suite: Suite) -> dict[str, Any]:
-    """Return the result without kvfix: {"passed": number of tests, "not passed": {test: outcome}}."""
+    """Return the result without kvfix: the number of "passed" tests, and the outcomes of the "not passed" tests."""
     return dict(json.loads(suite.file.read_text()))
 
 

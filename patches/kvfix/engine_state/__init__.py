@@ -93,7 +93,6 @@ def collect(
 
 
 def _rows(connectors: Iterable[Any]) -> list[dict[str, Any]]:
-    """Return one row for each connector. For a MultiConnector, return the rows of its children."""
     rows: list[dict[str, Any]] = []
     for each in connectors:
         children = getattr(each, "_connectors", None)
@@ -105,7 +104,7 @@ def _rows(connectors: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def _by_request(connectors: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return {request: row}. If several connectors have a row for it, take the row with the most promised tokens."""
+    """Return {request: row}. If several connectors have a row for a request, take the row with most promised tokens."""
     found: dict[str, dict[str, Any]] = {}
     for connector in connectors:
         for name, row in (connector.get("requests") or {}).items():

@@ -1,4 +1,4 @@
-"""Plant hangs in a real engine, where real hangs occur. All except `abort_comes_first` begin when SPOIL exists."""
+"""Plant hangs at the places of known hangs in a real engine. All but `abort_comes_first` begin when SPOIL exists."""
 
 import ctypes
 import os

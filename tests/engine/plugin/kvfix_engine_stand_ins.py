@@ -57,7 +57,7 @@ def make(interface: Any, metadata: Any) -> Any:
 
 
 def current_releases(module: Any) -> None:
-    """Replace the function that makes the connector in LMCache 0.4 and later. LMCache 0.3 lacks this function."""
+    """Replace the function that makes the GPU connector in LMCache 0.4 and later. LMCache 0.3 lacks this function."""
     if hasattr(module, "CreateGPUConnector"):
         module.CreateGPUConnector = lambda config, metadata, *_, **__: make(module.GPUConnectorInterface, metadata)
 
@@ -81,7 +81,7 @@ def early_releases(adapter: Any) -> None:
 
     adapter._init_lmcache_engine = init
     impl = adapter.LMCacheConnectorV1Impl
-    # LMCache 0.3 lacks the next two functions, which vLLM 0.32 calls, and takes KV tensors from the forward context.
+    # vLLM 0.32 calls two functions that LMCache 0.3 lacks. LMCache 0.3 takes KV tensors from the forward context.
     impl.register_kv_caches = lambda self, kv_caches: setattr(self, "kv_caches", kv_caches)
     impl.get_kv_events = lambda self: []
 

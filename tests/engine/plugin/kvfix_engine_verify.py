@@ -138,8 +138,8 @@ def other_adapter(kv: torch.Tensor, _: list[slice], share: str) -> None:
         v += float(share) * v @ down @ up.T
 
 
-#: {fault: function that changes the loaded `kv` [K and V, layers, tokens, ...] in place}. The last argument is the text
-#: after `NAME:` in the file FAULT. Without a text, the argument is the number of requests for which the step loads.
+#: Each function changes the loaded `kv` [K and V, layers, tokens, ...] in place. The last argument is the text after
+#: `NAME:` in the file FAULT. Without a text, the argument is the number of requests for which the step loads.
 FAULTS: dict[str, Callable[[torch.Tensor, list[slice], str], Any]] = {
     "two_chunks_swapped": two_chunks_swapped,
     "k_of_two_chunks_swapped": lambda kv, chunks, _: two_chunks_swapped(kv[:1], chunks),

@@ -29,7 +29,7 @@ class FaultyNixl(NixlConnector):  # type: ignore[misc]
 
 
 class Offloading(OffloadingConnector):  # type: ignore[misc]
-    """An OffloadingConnector that copies with memmove. vLLM's own needs a GPU (kv_offload/cpu/spec.py 0.32.0:199)."""
+    """An OffloadingConnector that copies with memmove. vLLM's copies need a GPU (kv_offload/cpu/spec.py 0.32.0:199)."""
 
     def register_kv_caches(self, kv_caches: Any) -> None:
         from vllm.v1.kv_offload.cpu import spec

@@ -27,7 +27,7 @@ WITHOUT = {
     "finished": "no request has ended",
     "ids_used_again": "no request id was used again",
 }
-#: {requirement of a scenario: message if the connector, or the stand-in for it, does not meet this requirement}
+#: Requirements of scenarios. kvfix gives the message if the connector, or its stand-in, does not meet a requirement.
 NEEDS = {
     "alone": "the scenario is for one engine. Only the fuzzer tests a connector that needs two engines",
     "multi": "the stand-in for this connector cannot be used in a MultiConnector",

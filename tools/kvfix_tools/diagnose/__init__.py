@@ -7,7 +7,7 @@
 - `statements`: logging statements, exceptions and assertions of the releases (`statements.json`, `checks.json`).
 - `tracebacks`: assemble frames, exceptions and stacks from several lines.
 - `ledger_events`: turn log lines into events of the ledger (`kvfix.ledger`).
-- `diagnosis`: the state while kvfix reads the log: request histories, releases, counts and findings.
+- `diagnosis`: collect request histories, releases, counts and findings while kvfix reads the log.
 - `problems`: records of known problems (`knowledge/*.toml`). `signs`: match lines with the records.
 - `findings/`: functions that find problems from the numbers in log lines.
 - `log_finding`: a problem that kvfix found in the log. `advice`: the problem's cause and remedies.

@@ -12,7 +12,7 @@ GIB = 2**30
 
 
 class Machine:
-    """root: the folder with proc, sys and dev. It is / except in tests."""
+    """The limits of a machine. root: the folder with proc, sys and dev, which is / except in tests."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root

@@ -1,8 +1,8 @@
 """The class `Scenario`, and the list of all scenarios. A scenario is the shortest schedule of steps that shows one bug.
 
 Each file in `scenarios/` has a dict SCENARIOS, {name: scenario}. If vLLM's copy of LMCache's connector has the bug too,
-the value is a tuple of two scenarios. Each fix lists its scenarios (kvfix.fixes), and its docstring explains the bug.
-So comments in a scenario explain only steps and numbers. This module imports neither vLLM nor LMCache.
+the value is a tuple of two scenarios. Each fix lists its scenarios (kvfix.fixes). The docstring of the fix explains
+the bug, so comments in a scenario explain only steps and numbers. This module imports neither vLLM nor LMCache.
 """
 
 import functools
@@ -42,7 +42,7 @@ class Scenario:
     - wrong: the releases with the bug, as a specifier for each distribution; {}: the releases of `needs`. On a
       release without the bug, the schedule must have no finding.
     - not_in_hooks: why kvfix, which sees only hooks, does not report the bug in a real engine; "": kvfix reports it.
-      Default: "" for a rule of the ledger or with `hooks_rule`, else CONTENT (_CONTENT_RULES) or REQUEST.
+      Default: "" for a rule KVR... or with `hooks_rule`, CONTENT for _CONTENT_RULES, REQUEST for other rules LAB...
     - hooks_rule: the rule that kvfix reports from the hooks, if kvfix reports another rule than `rule`
     - hooks_releases: the LMCache releases in which kvfix reports the bug; (): all releases
     """
@@ -56,7 +56,7 @@ class Scenario:
     hooks_rule: str = ""
     hooks_releases: tuple[str, ...] = ()
     name: str = ""  # the key of the scenario in SCENARIOS
-    #: What the schedule shows, in one sentence. Use "" if the fix has one scenario: `title` is the fix's title.
+    #: One sentence on what the schedule shows. Use "" if the fix has one scenario: `title` is then the fix's title.
     doc: str = ""
 
     def __post_init__(self) -> None:

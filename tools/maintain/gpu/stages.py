@@ -70,7 +70,7 @@ def device(arguments: list[str]) -> tuple[str, str]:
 
 
 def run(stage: Stage, device: str, slower: int) -> dict[str, Any]:
-    """Run a stage and return the result. After `slower` times its limit, kill the stage; `exit` is then TIMED_OUT."""
+    """Run a stage and return the result. Kill the stage after `slower` times `limit`; `exit` is then TIMED_OUT."""
     start = time.monotonic()
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(

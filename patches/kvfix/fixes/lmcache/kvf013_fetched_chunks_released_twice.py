@@ -22,7 +22,6 @@ from kvfix.fixes.api import CACHE_ENGINE, Any, Fix, Steps, fix_around, replaced
 
 
 def _noted(call: Callable[[], Any], names: set[int], name: int, thread: int) -> Any:
-    """Call `call`. If the current thread is `thread`, add `name` to `names`. Calls by other threads do not count."""
     if get_ident() == thread:
         names.add(name)
     return call()

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from kvfix.fixes import _lmcache
 from kvfix.fixes.api import CACHE_ENGINE, LMCACHE_V1, Any, Fix, Steps, engine_log, fix_after, fix_around
 
-#: Attribute of a chunk. It lists the loads for which the fix has added a pin to the chunk.
+#: Attribute of a chunk. The attribute lists the loads for which the fix has added a pin to the chunk.
 _LOADS = "_kvfix_loads"
 
 
@@ -32,7 +32,7 @@ class _Load:
     """The pins that the fix adds for one load, and the pins that the load itself releases.
 
     `with load:` surrounds LMCache's code for this load. Layerwise loads take turns in a thread, and other threads can
-    release pins at any time. So this load counts only releases inside `with load:` in the thread that runs this block.
+    release pins at any time. So a load counts only the releases that its own thread makes inside `with load:`.
     """
 
     def __init__(self, chunks: list[Any]) -> None:
@@ -83,7 +83,7 @@ def _loads_of(chunk: Any) -> list[_Load]:
 
 
 def _pinned(engine: Any, lookup_id: Any) -> _Load | None:
-    """Add a pin to each chunk of the CPU cache that this lookup has pinned. Return None if there is no such chunk."""
+    """Add a pin to each chunk of the CPU cache that this lookup has pinned. Return None if no pin is added."""
     if engine.async_loading or engine.remove_after_retrieve or lookup_id not in engine.lookup_pins:
         return None
     cached = engine.storage_manager.storage_backends["LocalCPUBackend"].hot_cache

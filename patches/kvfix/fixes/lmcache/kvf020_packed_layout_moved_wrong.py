@@ -58,7 +58,7 @@ def _not_stored(connector: Any, memory_obj: Any, *_: Any, **__: Any) -> None:
 
 
 def _not_loaded(connector: Any, memory_obj: Any, start: int, end: int, *_: Any, **__: Any) -> None:
-    """Record the tokens. `fix_retrieve` then counts them as not loaded, so LMCache reports their blocks as failed."""
+    """`fix_retrieve` counts these tokens as not loaded, so LMCache reports the blocks of the tokens as failed."""
     vars(connector).setdefault(_EMPTY, []).append((start, end))
 
 

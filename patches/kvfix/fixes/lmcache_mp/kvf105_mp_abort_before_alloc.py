@@ -4,7 +4,7 @@ Symptom: vLLM logs nothing. Chunks that a lookup has found stay read-locked in t
 (`read_ttl_seconds`, 300 s by default). Under pressure the server finds nothing to evict, and stores fail. Up to LMCache
 0.5.4, and in vLLM's copy, a later request with the same id also gets the hit of the aborted request.
 
-Cause: A lookup locks the chunks that it finds, until the worker loads them or `free_lookup_locks` releases them.
+Cause: A lookup locks the chunks that it finds. Later a load or `free_lookup_locks` releases the locks.
 `request_finished` ends the session (lmcache_mp_connector.py 0.5.6:1579), but the end of a session releases no lock
 (modules/lookup.py 0.5.6:462). A prefetch in flight continues and locks the chunks that it fetches.
 
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from kvfix.fixes import _mp
 from kvfix.fixes.api import Any, Fix, Steps, fix_around, fix_before, multi_process, note, replaced, stubs
 
-#: Attribute of a connector: {request that ended before its lookup was answered: function that frees its locks}.
+#: Attribute of a connector. For each request that ended before its lookup was answered, a function frees the locks.
 _LOOKING = "_kvfix_looking"
 
 
@@ -42,7 +42,7 @@ def fix(connector: Any, request: Any, block_ids: Any) -> Steps:
     if locked is None or (is_pending and not adapter.is_healthy):
         note(__name__, f"request {name} was aborted during its lookup")
         vars(connector).setdefault(_LOOKING, {})[name] = free
-        # The hook would end the session and the lookup. `fix_step` ends them later.
+        # The hook would end the session and the lookup. `fix_step` ends session and lookup later.
         ends = ("cleanup_lookup_result", "end_session")
         with replaced(adapter, **{end: functools.partial(_end_others, name, getattr(adapter, end)) for end in ends}):
             return (yield)

@@ -1,7 +1,7 @@
 """Wrong text or a dead worker: a load fails while the next step is in flight, and vLLM keeps the output of that step.
 
 Symptom: The bug needs a connector that loads within the step (LMCache in process), and pipeline parallelism,
-asynchronous scheduling or model runner V2. The last two are vLLM's defaults on a GPU.
+asynchronous scheduling or model runner V2. Asynchronous scheduling and runner V2 are vLLM's defaults on a GPU.
 
 - With kv_load_failure_policy "recompute", vLLM logs `Recovered from KV load failure: 1 request(s) rescheduled`. Then
   the text is wrong, a request stays among `Running` and never ends, or a worker dies because of a token id -1.
@@ -9,8 +9,8 @@ asynchronous scheduling or model runner V2. The last two are vLLM's defaults on 
 
 Cause: vLLM schedules a step before it knows that a load of the previous step has failed. The new step reads the blocks
 of this load. vLLM drops the output of the failed step (scheduler.py 0.32.0:2088), but not the output of the next steps.
-`num_output_placeholders` continues to count these outputs. With pipeline parallelism several chunks of a prompt are in
-flight, and vLLM keeps the output of the last chunk as the first token.
+`num_output_placeholders` continues to count the dropped output. With pipeline parallelism several chunks of a prompt
+are in flight, and vLLM keeps the output of the last chunk as the first token.
 
 The worker uses the last token that it sampled as the next token of the request (gpu_model_runner.py 0.32.0:1848).
 Runner V2 continues from its own position (gpu/model_runner.py 0.32.0:1464), even without asynchronous scheduling. If
@@ -45,7 +45,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
             return answer
         with_stale_output = [each for each in scheduler.requests.values() if each.status == preempted]
         if getattr(scheduler, "recompute_kv_load_failures", True):  # 0.11 has no other policy
-            # Do not preempt a request again before its next lookup, because this could go on for ever.
+            # Preempt a request only once before its next lookup. Otherwise the fix could preempt the request for ever.
             rolled_back = [each for each in requests if each.request_id in answer[0] and not _is_to_compute(each)]
             for request in reversed(rolled_back):
                 _preempt(scheduler, request, preempted)
@@ -99,9 +99,9 @@ def compute(impl: Any, request: Any, num_computed_tokens: int) -> Any:
 
 # Up to 0.26, vLLM can drop outputs in flight only for all running requests together (`reset_prefix_cache`).
 
-#: Attribute of a scheduler: {request id: first step with valid output, or None if this step is not scheduled yet}.
+#: Attribute of a scheduler: each request's first step with valid output; None until vLLM schedules this step.
 _VALID_FROM = "_kvfix_valid_from"
-#: Attribute of a scheduler: the step whose output it handles now. Set if a load failed or outputs must be dropped.
+#: Attribute of a scheduler: the step whose output vLLM handles now. Set if a load failed or outputs must be dropped.
 _CURRENT = "_kvfix_current_step"
 
 

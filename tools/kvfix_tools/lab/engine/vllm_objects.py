@@ -123,7 +123,7 @@ def vllm_config(options: Options, folder: str = "") -> configs.VllmConfig:
     if options.any_connector:
         extra = copy.deepcopy(options.config)
     if options.lmcache.get("enable_async_loading"):
-        # This option must be False. LMCache 0.3.10 sets False only if async loading is on in its file or environment.
+        # This option must be False. LMCache 0.3.10 sets False only for async loading in its file or environment.
         extra.setdefault("lmcache.save_unfull_chunk", False)
     module, _, name = options.connector.rpartition(":")
     if options.connector in KNOWN:

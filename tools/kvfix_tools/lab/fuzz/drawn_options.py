@@ -161,7 +161,6 @@ def _cpu_sizes(options: Options) -> tuple[int, ...]:
 
 
 def _memory_of_vllm(options: Options, rng: Random, plain: bool) -> dict[str, Any]:
-    """Draw settings of a connector in OF_VLLM, and the size of its CPU memory."""
     sizes = _cpu_sizes(options)
     if options.connector == "simple-offload":
         lazy = not plain and rng.random() < 0.3
@@ -184,10 +183,10 @@ def _windows(options: Options, dice: Dice) -> dict[str, Any]:
         return {}
     window_blocks = rng.choice((1, 1, 2)) if chunk > options.block_size else 1
     block = options.block_size * window_blocks
-    # LMCache accepts a window shorter than a chunk only if it is whole blocks long (v1/kv_layer_groups.py 0.5.6:727)
+    # LMCache accepts a window shorter than a chunk only in whole blocks (v1/kv_layer_groups.py 0.5.6:727)
     windows = tuple(rng.sample(sorted({block, chunk, 2 * chunk, chunk + block}), rng.choice((1, 1, 2))))
-    # vLLM does not start with fewer blocks than the longest request needs (kv_cache_interface.py 0.32.0:859). For
-    # drafts, vLLM keeps and allocates more blocks
+    # vLLM does not start with fewer blocks than the longest request needs (kv_cache_interface.py 0.32.0:859).
+    # For drafts, vLLM keeps and allocates additional blocks
     in_flight = options.max_num_batched_tokens * options.steps_in_flight + 2 * options.drafts
     most = [-(-min(window - 1 + in_flight, options.max_model_len) // block) + 1 for window in windows]
     drawn = {"windows": windows, "window_blocks": window_blocks, "num_blocks": options.num_blocks + sum(most)}

@@ -80,7 +80,7 @@ SCENARIOS = {
         options=Options(max_num_batched_tokens=512, kv_load_failure_policy="fail"),
     ),
     "failed-load-preempted-under-way": scenario(
-        # vLLM looks for failed loads only among running requests. It preempts "r", because "other" needs a block.
+        # vLLM looks for failed loads only among running requests. vLLM preempts "r", because "other" needs a block.
         [do.stored_elsewhere(prompt(96)), do.fail_load("r"), do.admit("other", prompt(32, seed=1), max_tokens=4)],
         [do.admit("r", prompt(100), max_tokens=4), do.step(), do.keep_blocks(0), do.step(), do.free_blocks()],
         doc="A load fails, and the request is preempted before vLLM knows: vLLM keeps the output of the failed step.",

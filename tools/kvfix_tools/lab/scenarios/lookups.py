@@ -96,7 +96,7 @@ SCENARIOS = {
         options=Options(chunk_size=256, max_num_batched_tokens=1024, kv_role="kv_consumer"),
     ),
     "dead-worker-stalls-lookups": large_chunks(
-        # vLLM has no blocks for the request, so it asks in every step.
+        # vLLM has no blocks for the request, so vLLM asks in every step.
         [do.lookups_fail(4), do.keep_blocks(0), do.admit("r", prompt(300)), do.step(4), do.free_blocks()],
         shows="KVR012",
     ),
@@ -112,7 +112,7 @@ SCENARIOS = {
     ),
     "lookup-skips-computed": large_chunks(
         # LMCache has evicted 256 tokens. vLLM still caches these tokens, but has too few free blocks for the request.
-        # Later, other requests also take the blocks of the 256 tokens, and the load comes short.
+        # Later, other requests take the blocks of the 256 tokens. LMCache then loads fewer tokens than it promised.
         [do.serve("before", prompt(300)), do.evict(9), do.keep_blocks(20)],  # these 20 blocks include the cached prefix
         [do.admit("r", prompt(600)), do.step()],  # match(288): LMCache counts 256 computed tokens as its hit
         [do.keep_blocks(0), do.step()],  # match(0): the lookup cache promises 256
@@ -128,14 +128,14 @@ SCENARIOS = {
         needs={"lmcache": ">=0.4.7"},
     ),
     "mismatch-in-tokens-to-load": only_0_3_10(
-        # Prompt of 10,009 tokens, block size 16, chunk size 256. One step computes 336 tokens (21 full blocks), and
+        # A prompt has 10,009 tokens, a block 16, and a chunk 256. One step computes 336 tokens (21 full blocks), and
         # LMCache stores one chunk. The next step computes one more token, in block 22. When the request is preempted,
         # its 21 full blocks stay in the prefix cache. While too few blocks are free, vLLM asks in every step. A lookup
         # answers the first call with 0. The lookup cache answers the later calls.
         # "other" has 637 of the 659 usable blocks. The 637 blocks are full after the third of its six generated tokens.
         [do.admit("other", prompt(10190, seed=1), max_tokens=6), do.step()],
         [do.admit(LONG, prompt(10009, seed=2), max_tokens=2), do.budget(1 + 336), do.step(), do.budget(1 + 1)],
-        do.step(),  # the long request gets its 22nd block, the last free one
+        do.step(),  # the long request gets the last free block as its 22nd block
         [do.budget(16384), do.step()],  # the other request needs a block: the long request is preempted
         do.step(),  # match(336): answered by a lookup; too few blocks
         do.step(),  # match(336): answered from the lookup cache; too few blocks; "other" ends

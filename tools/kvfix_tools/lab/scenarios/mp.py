@@ -67,7 +67,7 @@ SCENARIOS: dict[str, Any] = {
         options={"delay": 5},
     ),
     "mp-apc-hit-not-stored": mp_scenarios(
-        [do.serve("before", prompt(140)), do.settle(), do.evict(8)],  # LMCache loses the prompt, vLLM keeps it
+        [do.serve("before", prompt(140)), do.settle(), do.evict(8)],  # LMCache loses the prompt, vLLM keeps the prompt
         [do.serve("r", prompt(270)), do.settle(), do.expect_stored("r")],
         shows="LAB004",
         doc="vLLM has N prefix tokens that LMCache lacks: the last N tokens of the prompt are never stored.",
@@ -115,7 +115,7 @@ SCENARIOS: dict[str, Any] = {
     "mp-freed-while-stored": mp_scenarios(
         # The store of the first chunk has ended, and the last chunk is still copied when the request ends.
         [do.admit("r", prompt(256)), do.run_until_finished("r")],
-        do.step(),  # the worker learns that the request has ended, and reports all its stores as done
+        do.step(),  # the worker learns that "r" has ended, and reports all stores of "r" as done
         do.keep_blocks(0),  # other requests take the blocks of "r" and write to them
         [do.step(4), do.free_blocks()],
         shows="LAB001 is stored with wrong KV",
@@ -206,7 +206,7 @@ SCENARIOS: dict[str, Any] = {
         options=MP(num_blocks=28, max_num_batched_tokens=1024, delay=3),
     ),
     "mp-load-not-granted": mp(
-        # With `prompt_logprobs` vLLM reads no cache. It still asks the connector, and then takes 0 tokens.
+        # With `prompt_logprobs` vLLM reads no cache. vLLM still asks the connector, and then takes 0 tokens.
         [do.stored_elsewhere(prompt(128)), do.admit("r", prompt(200), max_tokens=4, sampling={"prompt_logprobs": 1})],
         shows="KVR004",
         # before 0.31, vLLM takes the hit of the connector for this request
@@ -314,7 +314,7 @@ SCENARIOS: dict[str, Any] = {
 }
 SCENARIOS["mp-silent-server-given-up"] = replace(
     SCENARIOS["mp-load-after-given-up"],
-    doc="",  # the lab shows the title of KVF904 instead
+    doc="",  # without a doc, the lab shows the title of KVF904
     wrong={"vllm": ">=0.22.0", "lmcache": ">=0.4.5,<0.5"},
     needs={"lmcache": "<0.5"},
 )

@@ -37,7 +37,7 @@ SCENARIOS = {
     "mp-load-into-blocks-in-copy": beside_0_32(
         [do.stored_elsewhere(prompt(256)), do.stored_elsewhere(prompt(256, seed=1)), do.keep_blocks(20)],
         do.admit("a", prompt(256)),  # LMCache has the prompt, so no store of LMCache holds the blocks
-        do.admit("r", prompt(256, seed=1)),  # its load gets the blocks of "a", which has ended
+        do.admit("r", prompt(256, seed=1)),  # the load of "r" gets the blocks of "a", which has ended
         doc="A request has ended, but OffloadingConnector still copies its blocks: LMCache loads into these blocks.",
         shows="LAB001 OffloadingConnector stores wrong KV",
         options=Options(connector="mp", offloading="last", delay=3, max_num_batched_tokens=128, prefix_caching=False),
@@ -89,7 +89,7 @@ SCENARIOS = {
     ),
     "simple-offload-store-asserts": _failed_load(
         "KVR011 update_from_output: AssertionError",
-        do.admit("other", prompt(50, seed=1), max_tokens=8),  # "other" lets the engine make steps
+        do.admit("other", prompt(50, seed=1), max_tokens=8),  # while "other" runs, the engine makes steps
         doc="A load of LMCache fails, and EngineCore dies when SimpleCPUOffloadConnector's store of the blocks ends.",
         simple_offloading=True,
         kv_load_failure_policy="fail",
