@@ -69,7 +69,7 @@ def hosts(setup: Setup) -> Iterator[Line]:
             what = f"{name} is {shown}: this machine cannot resolve {at.host}"
             yield problem(what, f"{name}: a host name that resolves; in Kubernetes SERVICE.NAMESPACE")
         elif at.port is None or not 0 < at.port < 65536:
-            yield problem(f"{name} is {shown}, which has no port from 1 to 65535", f"{name}: write the port after the host, HOST:PORT")
+            yield problem(f"{name} is {shown}, which has no port from 1 to 65535", f"{name}: add the port, HOST:PORT")
 
 
 def _reached(setup: Setup) -> Iterator[tuple[str, str]]:
