@@ -134,7 +134,7 @@ def replay(
     router: Annotated[Path | None, value("LOG", "Also read this log of the router in front of the engines.")] = None,
     json: Json = False,
 ) -> None:
-    """Check the recorder files or the bundles that kvfix dump wrote. Exit 1 if their events violate a rule.
+    """Check the recorded events in recorder files or in bundles (kvfix dump). Exit 1 if they violate a rule.
 
     Print the history of each violation. Files may come from several processes, ranks and nodes.
     """
@@ -169,7 +169,7 @@ def look(
 ) -> None:
     """Show why a running engine makes no progress, and what to do. The engine may run without kvfix.
 
-    Exit 0: no problem. 1: a problem, or a thread of the core file was in a hook. 77: not readable, or no PyStack.
+    Exit 0: no problem. 1: a problem; with --core, a thread was in a connector hook. 77: not readable, or no PyStack.
     """
     from kvfix_tools.look import command
 

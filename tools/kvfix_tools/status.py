@@ -64,7 +64,7 @@ def status(
     probe: Annotated[bool, typer.Option(help=_PROBE)] = False,
     released: Annotated[bool, flag("--released", _RELEASED)] = False,
 ) -> int:
-    """Show the known bugs of the installed code. Exit 1: the code has or may have a bug whose fix is not opt-in."""
+    """Show the known bugs of the installed code. Exit 1: the code has a bug, or may have one (except opt-in)."""
     names = names or []
     if len(names) == 1 and names[0].isdigit():
         from kvfix_tools.look import attach
