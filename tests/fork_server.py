@@ -27,7 +27,7 @@ FORK = multiprocessing.get_context("fork")
 CONTEXT = multiprocessing.get_context("forkserver")
 #: Variables that a process reads only once, so the tests set them before the forks.
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-#: Hugging Face cache with the models that the tests of vLLM and LMCache name (maintain/peers.py).
+#: The Hugging Face cache. The cache holds each model that a test of vLLM or LMCache uses (maintain/peers.py).
 HUB = Path(__file__).parent.parent / ".cache/peers/hub"
 #: In a program with this environment variable, vLLM forks EngineCore and the workers.
 FORK_WORKERS = "KVFIX_TEST_FORK"

@@ -1,4 +1,4 @@
-"""Write kvfix's lines to the engine's log, each line at most once in a process. The functions never raise.
+"""Write kvfix's lines to the engine's log, and repeat none of the last 1000 texts. The functions never raise.
 
 A line may quote an exception, and the exception may quote text of a client. So kvfix limits the length of a line, the
 number of remembered texts, and the number of lines of one kind. The lines go to the logger `kvfix`, or to stderr if

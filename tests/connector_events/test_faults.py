@@ -34,7 +34,7 @@ class Odd:
 
 
 def play_all() -> dict[str, Any]:
-    # these two schedules have more events if the lab draws no drafter and no pause
+    # Without draft models and pauses, these two schedules have more events than with them.
     schedules = [draw(3, connector, plain=True, lacks=("drafter", "pause")) for connector in ("v1", "mp")]
 
     def decided() -> list[Any]:

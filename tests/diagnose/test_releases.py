@@ -37,7 +37,7 @@ def died(place: str, words: str = "EngineCore encountered a fatal error.") -> st
 
 @pytest.mark.parametrize("release", sorted(vllm_releases()))
 def test_the_line_at_which_enginecore_dies(release: str) -> None:
-    """Each of the two messages comes from a line of core.py that identifies the release."""
+    """core.py logs each of the two messages at another line number in each release, so the number shows the release."""
     lines = (vllm_releases()[release] / "vllm/v1/engine/core.py").read_text().splitlines()
     for words in ("EngineCore failed to start.", "EngineCore encountered a fatal error."):
         at = next(number for number, line in enumerate(lines, 1) if words in line)

@@ -151,7 +151,7 @@ def test_children_follow_their_parents() -> None:
 
 
 def test_only_a_file_of_its_own_user_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process writes a ready file. kvfix does not read it through a linked folder or in another user's folder."""
+    """kvfix reads this test process's `.ready` file, but not through a linked folder or in another user's folder."""
     monkeypatch.setenv("KVFIX_DUMP_DIR", str(tmp_path))
     signals.write_announcement()
     process = processes.tree(os.getpid())[0]

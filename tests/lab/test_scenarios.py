@@ -71,14 +71,15 @@ def test_with_fixes(slug: str, release: str, once: Once) -> None:
         return
     assert each["outcome"] in ("clean", "not-applicable"), each
     if each["outcome"] == "clean" and each["expected"] == "violated":
-        # A pair of engines may store nothing, but then the pair has a lease or an abort. Sessions have inputs.
+        # A pair of engines may store nothing, but then the pair has a lease or an abort. A session counts its inputs.
         done = ("stored_tokens", "finished", "leases", "aborted", "aborts", "inputs")
         assert sum(each["counts"].get(name, 0) for name in done) > 0, "nothing was tested"
 
 
 def test_a_fix_acts_in_the_scenarios_of_its_bug(once: Once) -> None:
     found = {slug: each["acted"] for (slug, fixes), each in played(once, "0.5.6").items() if fixes}
-    # KVF322 drops the load in the scenario below. So no registration raises, and KVF325 does not act.
+    # With KVF322, the load in the scenario below ends without a registration that raises an exception. So KVF325 has no
+    # exception to catch.
     assert {slug for slug, counts in found.items() if not all(counts.values())} <= {"nixl-push-thread-loses-notices"}
     assert len({code for counts in found.values() for code in counts}) > 60
 

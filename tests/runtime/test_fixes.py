@@ -63,7 +63,8 @@ def test_a_wrapper_that_fails_changes_nothing(found: Fix, caplog: Any) -> None:
 UNFIT = ("KVF007", "KVF011", "KVF014", "KVF017", "KVF019", "KVF026", "KVF030", "KVF033", "KVF034")
 KNOWN = fingerprints()
 PLAYED = [name for name in KNOWN["lmcache"]["releases"] if Version(name) >= Version("0.3.10")]
-#: With these fixes a probe may still show the bug. The fixes act in another function, or (KVF330) after `_TOLD` is set.
+#: With these fixes a probe may still show the bug. Such a fix changes another function than the probed function. KVF330
+#: acts only if the worker has the attribute `_TOLD`, and the probe's worker does not have this attribute.
 BLIND = [
     "KVF029", "KVF037", "KVF038", "KVF106", "KVF112", "KVF117", "KVF201", "KVF220", "KVF221", "KVF330", "KVF367",
     "KVF373",

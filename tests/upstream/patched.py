@@ -75,7 +75,10 @@ def link(released: Sequence[Path], folder: Path) -> None:
 
 
 def prefer(folder: Path) -> None:
-    """Unload modules with a copy in `folder`, and modules of _OURS that import these modules. Python imports copies."""
+    """Unload modules with a copy in `folder`, and modules of _OURS that import these modules.
+
+    The next import of a module with a copy loads the copy.
+    """
     for name, module in list(sys.modules.items()):
         place = folder / name.replace(".", "/")
         if "__path__" in vars(module) and place.is_dir() and _is_own(place, folder) and not _is_test(name):
@@ -213,7 +216,7 @@ def regression(folder: Path, tests: list[str]) -> dict[str, Any]:
     count = Count()
     known = {name for file in peers.KEPT.glob("*-*.json") for name in json.loads(file.read_text())["not passed"]}
     red = [f"--deselect={name}" for name in sorted(known) if name.partition("::")[0] in tests]
-    # theirs() does not load this plugin, because the plugin ends vLLM's tests of MooncakeConnector early and silently.
+    # theirs() does not load `pytest_asyncio.plugin`, which silently ends vLLM's tests of MooncakeConnector too early.
     _run(folder, ["-p", "pytest_asyncio.plugin", *red, *tests], plugins=[count])
     return count.found
 
@@ -228,7 +231,7 @@ def theirs(place: str, dist: str, tests: list[str]) -> dict[str, str]:
         prefer(folder)
     outcomes = folder / "outcomes"
     outcomes.unlink(missing_ok=True)
-    os.environ.pop("PYTEST_XDIST_WORKER", None)  # with this inherited variable, only the first worker would write
+    os.environ.pop("PYTEST_XDIST_WORKER", None)  # with this variable of xdist, peers_plugin writes no outcomes
     os.environ["KVFIX_PEERS"] = json.dumps({"mode": "", "outcomes": str(outcomes), "dist": dist})
     _run(folder, ["-p", "maintain.peers_plugin", *tests], plugins=[])
     return peers.read(outcomes)
@@ -283,7 +286,10 @@ def plays(code: str, connectors: list[str], fixes: list[str]) -> dict[str, dict[
 
 
 def _events(done: Any) -> list[tuple[Any, ...]]:
-    """Return all events. Set `hit` to 0 if 0 tokens are promised. Events with and without a lookup are then equal."""
+    """Return all events. Set `hit` to 0 if 0 tokens are promised.
+
+    The events are then equal, whether the connector asks its cache or promises 0 tokens without asking.
+    """
     log = [
         (step, event._replace(hit=0) if isinstance(event, Asked) and event.promised == 0 else event)
         for step, event in done.log

@@ -65,7 +65,8 @@ class Offloading(Reader):
     Loads and stores are jobs of whole blocks. A job can take longer than a step, and a store can outlive its request.
     """
 
-    leaves_out_stored = True  # stores skip cached blocks, so the cache may already hold the tokens before a store
+    #: Stores skip cached blocks. So the tokens in front of a store's first token may already be in the cache.
+    leaves_out_stored = True
 
     def __init__(self, connector: Any) -> None:
         super().__init__(connector)

@@ -18,7 +18,8 @@ LONGEST_LINE = 1 << 16
 _DEBUG = FRAME + b"DEBUG:"
 #: Maximum bytes before the fixed text of LMCache's prefix: the process's name, a colour code and the time.
 _HEAD = STAMP + 24
-#: If more than _FEW lines are outside messages and tracebacks, the input is not a paste of messages (`Headless`).
+#: If more than _FEW lines are neither known messages nor in tracebacks, the input is not a paste of messages. kvfix
+#: then uses Headless.NONE, unless the input is an engine's log.
 _FEW = 5
 #: A Markdown heading, or a comment in a settings file. An input with one of these lines is not a paste of messages.
 _HEADING = re.compile(rb"\s*#{1,6} \S")
@@ -40,7 +41,8 @@ class Scanner:
         self._placed = ("", "", 0, b"")
         #: The year in LMCache's first line. kvfix uses this year for vLLM's lines, which have no year.
         self._year = b""
-        #: Tells which lines without a logger's prefix kvfix parses. None before the first block.
+        #: Some lines have no logger's prefix. This value tells kvfix which of these lines to parse. The value is None
+        #: before the first block.
         self._headless: Headless | None = None
         #: True if the first _OWN bytes have a line of vLLM's or LMCache's logger.
         self.is_own = False

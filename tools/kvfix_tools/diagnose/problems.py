@@ -39,7 +39,8 @@ _BEFORE = {"0.15": "0.11.2.post2", "0.20": "0.15.1", "0.26": "0.20.2", "0.32": "
 class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The record of a known problem. docs/knowledge.md describes the fields, and how to add a record.
 
-    message: in the record of a violated rule, the violation's text. `fixes` compares the text with fixes' `evidence`.
+    message: in the record of a violated rule, the violation's text. The property `fixes` compares this text with the
+        `evidence` of each fix of kvfix.
     """
 
     code: str
@@ -80,7 +81,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def threads(self) -> tuple[str, ...]:
-        """Issue addresses of the reports. For the number of a pull request, GitHub redirects to the pull request."""
+        """The addresses of the GitHub issues that report this problem. GitHub redirects to pull requests."""
         return tuple(f"https://github.com/{each.replace('#', '/issues/')}" for each in self.seen)
 
     @property
@@ -116,7 +117,10 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return Answer(sentence, line.request, sure=self.certain and not nearly)
 
     def gives_way(self, records: list[Problem], line: LogLine) -> bool:
-        """Return True if one of `records` is more specific, or if this record quotes and one of `records` does not."""
+        """Return True if a record in `records` is more specific than this record.
+
+        Also return True if this record has `quotes` (docs/knowledge.md), and a record in `records` does not.
+        """
         if self.quotes and any(not each.quotes for each in records):
             return True
         own = [each for each in self.shows if fits(each, line) is not None]

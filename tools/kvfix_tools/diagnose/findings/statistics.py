@@ -13,8 +13,8 @@ IDLE = 3
 BY_REQUEST = {"NixlConnector", "NixlPushConnector", "MooncakeConnector", "MoRIIOConnector"}
 #: These connectors move KV from a prefill instance to a decode instance, and keep no copy.
 _PAIRS = {"NixlConnector", "MooncakeConnector", "MoRIIOConnector", "P2pNcclConnector"}
-#: If fewer than ROOM per cent of KV blocks are used, no request waits for blocks. If the external hit rate is above ALL
-#: per cent, a decode instance computes no prompt.
+#: If fewer than ROOM per cent of KV blocks are used, no request waits for blocks. If the log names no connector, kvfix
+#: takes an engine with an external hit rate above ALL per cent for a decode instance.
 ROOM, ALL = 80.0, 99.0
 #: Findings (rules.toml): requests are queued without progress, an engine step does not end, or prefill sends no KV.
 _QUEUE, _STEP, _PREFILL = "nothing-moves", "step-does-not-end", "decode-waits-for-prefill"
@@ -61,7 +61,8 @@ def _stands(record: str, log: Diagnosis, line: LogLine | None) -> Answer | None:
     if line is not None:
         count, what, _, looks_like = still.get(_engine(line), (0, "", None, ""))
         is_still = looks_like == record and count >= IDLE
-        # Without queued requests, the answer is not certain, because one engine step may take all these intervals.
+        # Only _QUEUE is certain. With _STEP, one engine step may take all these intervals. With _PREFILL, the KV may
+        # still arrive.
         return Answer(f"{what} for {count} intervals", sure=record == _QUEUE) if is_still else None
     for count, what, last, looks_like in still.values():
         if count < IDLE and looks_like == record and not log.failures.closing:
