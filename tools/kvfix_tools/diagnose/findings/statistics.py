@@ -10,9 +10,9 @@ from kvfix_tools.diagnose.log_line import Fields, LogLine
 #: A finding needs this number of statistics intervals (10 s each) with requests, but no computed token.
 IDLE = 3
 #: With these connectors, a decode instance loads only the blocks that a request names.
-BY_REQUEST = {"NixlConnector", "NixlPushConnector", "MooncakeConnector", "MoRIIOConnector"}
+BY_REQUEST = {"NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector", "MoRIIOConnector"}
 #: These connectors move KV from a prefill instance to a decode instance, and keep no copy.
-_PAIRS = {"NixlConnector", "MooncakeConnector", "MoRIIOConnector", "P2pNcclConnector"}
+_PAIRS = BY_REQUEST | {"P2pNcclConnector"}
 #: If fewer than ROOM per cent of KV blocks are used, no request waits for blocks. If the log names no connector, kvfix
 #: takes an engine with an external hit rate above ALL per cent for a decode instance.
 ROOM, ALL = 80.0, 99.0
