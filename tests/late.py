@@ -1,4 +1,4 @@
-"""Import modules of the lab when a test first uses them, in a forked process, because these modules import vLLM."""
+"""Import a module of the lab only in the forked process that uses the module, because the module imports vLLM."""
 
 from importlib import import_module
 from typing import Any

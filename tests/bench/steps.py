@@ -1,7 +1,8 @@
 """Measure the processor time that kvfix adds in each mode to a step of vLLM's scheduler with 256 running requests.
 
-A step calls `schedule()` and `update_from_output()`. The connector is LMCacheConnectorV1, OffloadingConnector (a step
-begins and ends eight store jobs), or NixlConnector (a step ends a lease). A real step also runs the model.
+A step calls `schedule()` and `update_from_output()`. A real step also runs the model. The connector is
+LMCacheConnectorV1, OffloadingConnector or NixlConnector. With OffloadingConnector, a step begins and ends eight store
+jobs. With NixlConnector, a step ends a lease.
 """
 
 from collections.abc import Iterator
@@ -118,10 +119,10 @@ with runner.quiet():
 """
 
 
-#: {mode: maximum percent of a step's time}
+#: The maximum percent that each mode of kvfix may add to a step's time.
 BUDGET = {"fix": 2, "observe": 2, "check": 5}
-#: {connector of the lab: (name of its steps, budget of the steps)}. With leases, each step admits a request and
-#: ends a request. Mode `observe` records about six events for these two requests.
+#: For each connector of the lab, the name of the steps and the budget. With leases, each step admits a request and
+#: ends a request. Mode `observe` records about six events for the two requests.
 STEPS = {
     "v1": ("scheduler steps", BUDGET),
     "offloading": ("steps with OffloadingConnector's jobs", BUDGET),

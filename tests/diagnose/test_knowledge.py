@@ -1,4 +1,4 @@
-"""Test the records of known problems: their schema, their signs in released source, and one remedy for each line."""
+"""Test the records of known problems: the schema, the signs in released source, and one remedy for each line."""
 
 import re
 from collections.abc import Mapping
@@ -107,7 +107,7 @@ _SHORTEST = 6  # a shorter needle could be in any source
 
 
 def needle(sign: Sign) -> str:
-    """Return the text that the source must have: a part of the sign's text, its source line, or its function head."""
+    """Return the text that the source must have: part of a message, a line of source, or the head of a function."""
     if sign.text:
         return _plain(max(PLACE.split(sign.text)[::2], key=len))
     if sign.form in ("logged", "died"):
@@ -134,7 +134,7 @@ def claimed(problem: Problem, dist: str) -> list[str]:
 
 @lru_cache(maxsize=1)
 def anchors() -> dict[str, dict[str, frozenset[str]]]:
-    """Return for each needle of a sign, by distribution, the releases whose source has the needle."""
+    """Return, by text (see `needle`) and by distribution, the releases whose source has the text."""
     needles = sorted({part for each in catalogue() for sign in each.shows if len(part := needle(sign)) >= _SHORTEST})
     search = AhoCorasick(needles)
     found: dict[str, dict[str, set[str]]] = {part: {"lmcache": set(), "vllm": set()} for part in needles}
@@ -172,7 +172,7 @@ def test_the_signs_stand_in_the_releases_that_the_record_covers(problem: Problem
         assert not missing, f"narrow `releases`: no sign stands in {missing}"
 
 
-#: {compiled libraries in the wheel of nixl: records whose signs these libraries print}
+#: For each pattern of compiled libraries in the wheel of nixl, the records whose signs the libraries print.
 COMPILED = {
     "nixl_cu1*.libs/**/libuc*.so*": [
         each
@@ -233,7 +233,7 @@ _VERSION = re.compile(r"\d[\w.]*")
 
 
 def meet(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
-    """Return True if a release is in both ranges. Ranges overlap if a bound is in both, so test only the bounds."""
+    """Return True if, for each distribution, the ranges overlap. Overlapping ranges share a bound, so test bounds."""
     for dist in one.keys() & other.keys():
         bounds = ["0", *_VERSION.findall(one[dist]), *_VERSION.findall(other[dist])]
         ranges = [SpecifierSet(each[dist], prereleases=True) for each in (one, other)]
@@ -243,7 +243,7 @@ def meet(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
 
 
 def second(problem: Problem, log: str) -> list[str]:
-    """Return the codes of other findings in this log. Omit records that share no release with this problem."""
+    """Return the codes of findings in this log except `problem`. Omit records that share no release with `problem`."""
     known = {each.code: each for each in catalogue()}
     records = {code: known.get(code) for code in codes(diagnose(log)) if code != problem.code}
     return [code for code, record in records.items() if record is None or meet(problem.releases, record.releases)]

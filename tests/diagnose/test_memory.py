@@ -41,7 +41,7 @@ def requests(first: int, many: int) -> Iterator[bytes]:
 
 
 def test_what_is_kept_of_a_log_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read about 50 MB. Lower the limits, so that the test notices even one object per request that stays in memory."""
+    """Read about 50 MB. With low limits, the test notices if even one object per request stays in memory."""
     for module in (diagnosis, ledger_events):
         monkeypatch.setattr(module, "REQUESTS", 200)
     for name in ("_REQUESTS", "_ENGINES"):

@@ -10,19 +10,19 @@ from tests.diagnose.lines import CORE, LMCACHE, VLLM, codes, diagnose, raised, r
 
 REPORTED = tomllib.loads(Path(__file__).with_name("reported.toml").read_text())
 WORKS = "(EngineCore pid=7) INFO 12-03 01:24:36 [core.py:7] any line\n"
-#: (distribution, kind, level, text) of each logging statement that a finding reads. The text has 7 for each value.
+#: Each logging statement that a finding reads: distribution, kind, level and text. In the text, 7 replaces each value.
 MESSAGES = [
     (dist, row.message, row.level, " ".join(statements.sample(row.template.partition("\n")[0]).split()))
     for dist, rows in statements.known().items()
     for row in rows
     if row.message in error_index.kinds()
 ]
-#: Messages of LMCache and of vLLM's copy of LMCache. Without a prefix, kvfix assumes that LMCache logged the message.
+#: Texts that LMCache logs and that vLLM's copy of LMCache logs too. For a text without a prefix, kvfix assumes LMCache.
 BOTH = {text for dist, *_, text in MESSAGES if dist == "vllm"} & {each[-1] for each in MESSAGES if each[0] == "lmcache"}
 
 
 def healthy() -> str:
-    """Return the lines of a running engine's log that show neither LMCache's release nor a place such as core.py:7."""
+    """Return a running engine's log without lines that show LMCache's release or a source line such as core.py:7."""
     log = real("healthy-0.5.6").decode().partition("[shutdown]")[0]
     return "".join(f"{line}\n" for line in log.split("\n")[:-1] if "0.5.6" not in line and ".py:" not in line)
 
@@ -43,7 +43,6 @@ def test_a_message_is_the_same_finding_bare_with_its_prefix_and_in_a_log() -> No
 
 
 def test_a_stream_shows_what_it_is_in_later_blocks() -> None:
-    """The first block of the stream is a line of another program. The next blocks are lines of an engine."""
     scanner = Scanner()
     another = LMCACHE.format(level="WARNING", text="nothing")
     blocks = ("starting\n", another, "a worker of mine: ValueError: no such thing\n")

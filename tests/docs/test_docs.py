@@ -19,7 +19,7 @@ from maintain.documentation.diagnose_picture import picture
 from tests.conftest import ROOT, clean_environment
 from tests.diagnose.lines import real
 
-#: {page: text to add}. Planted faults: links to a missing page or heading, and a page that the navigation lacks.
+#: The text to add to each page. The texts link to missing pages or headings, and the navigation lacks alone.md.
 PLANTED = {
     "docs/faq.md": "[gone](nowhere.md) and [gone](matrix.md#lmcache-9.9)",
     "README.md": "[gone](docs/nothing.md)",
@@ -85,7 +85,7 @@ def found(site: Path, queries: list[str]) -> list[list[str]]:
 
 @pytest.mark.parametrize("head", ["", "(EngineCore_DP0 pid=276) ERROR 12-03 01:24:36 [core.py:712] "])
 def test_search_finds_the_page_of_each_message(site: Path, head: str) -> None:
-    """Search for each message of the page "I see this error", as the page shows it and as a log shows it."""
+    """Search for each message of the page "I see this error", without and with the prefix of a log line."""
     entries = error_index.entries()
     queries = [head + entry.text.replace("…", "…" if not head else "1517") for entry in entries]
     ranks = [
@@ -106,14 +106,14 @@ PAIRS = scenario_matrix.load((ROOT / "docs/matrix.json").read_text())
 
 
 def letters(pairs: scenario_matrix.Pairs, code: str) -> dict[tuple[str, str], str]:
-    """Return {(vLLM, LMCache): letter} of one fix on the page "Is my pair safe?". Letters: support_matrix.py."""
+    """Return the letter of each (vLLM, LMCache) pair for one fix. support_matrix.py explains what each letter means."""
     made = support_matrix.data(pairs)
     rows = next(fix["cells"] for fix in made["fixes"] if fix["code"] == code)
     return dict(zip(product(made["vllm"], made["lmcache"]), chain(*rows), strict=True))
 
 
 def test_the_pair_page_has_what_the_lab_ran_and_bugs_that_the_code_has() -> None:
-    """The lab plays few scenarios in old releases. So the page also shows bugs that the code of these releases has."""
+    """The lab plays few scenarios in old releases. So the page also shows bugs that kvfix finds in old code."""
     crash = letters(PAIRS, "KVF001")
     assert crash.keys() == PAIRS.keys()
     assert {lmcache for (_, lmcache), letter in crash.items() if letter == "F"} == {"0.3.10"}

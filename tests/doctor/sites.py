@@ -51,7 +51,7 @@ def torch(place: Path, version: str = "2.13.0", cuda: str | None = None) -> Path
 
 
 def serve(transfer: dict[str, Any], *more: str, **extra: Any) -> list[str]:
-    """Return a command `vllm serve`. Keywords set keys of `transfer`; `extra=` sets kv_connector_extra_config."""
+    """Return a command `vllm serve`. Keyword arguments add keys to `transfer`. `extra` is kv_connector_extra_config."""
     given = {**transfer, **({"kv_connector_extra_config": extra.pop("extra")} if "extra" in extra else {}), **extra}
     return ["vllm", "serve", "org/model", "--kv-transfer-config", json.dumps(given), *more]
 
@@ -112,7 +112,7 @@ class Planted(NamedTuple):  # a row of planted.toml, whose head describes the fi
 
 @contextmanager
 def http(answers: dict[str, Any]) -> Iterator[int]:
-    """Serve these answers ({path: JSON}) as an LMCache server does. Yield the port."""
+    """Serve a JSON answer for each path, as an LMCache server does. Yield the port."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -137,7 +137,7 @@ def machine(
     locked_kib: int | None = None,
     shm_mib: int | None = None,
 ) -> Machine:
-    """Make a host. cgroup: {path below root: content}. flags: processor flags. locked_kib: 0 means unlimited."""
+    """Make a host. cgroup: file contents by path below `root`. flags: processor flags. locked_kib: 0 is unlimited."""
     (root / "proc/self").mkdir(parents=True)
     (root / "dev/shm").mkdir(parents=True)
     (root / "proc/version").write_text(text)

@@ -1,4 +1,4 @@
-"""A small Redis server for LMCache that keeps values in memory. It can refuse commands or cut off its answers."""
+"""A small Redis server for LMCache that keeps values in memory. The server can refuse commands or cut off answers."""
 
 import socketserver
 import threading
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 _HELLO = b"%3\r\n$6\r\nserver\r\n$5\r\nredis\r\n$7\r\nversion\r\n$5\r\n7.4.0\r\n$5\r\nproto\r\n:3\r\n"
 _READS, _WRITES = ("EXISTS", "GET"), ("SET",)
-#: {fault: (refused commands, error text of Redis 7.4 (server.c))}
+#: For each fault, the refused commands and the error text of Redis 7.4 (server.c).
 ANSWERS = {
     "oom": (_WRITES, b"-OOM command not allowed when used memory > 'maxmemory'.\r\n"),
     "noauth": (("PING", *_READS, *_WRITES), b"-NOAUTH Authentication required.\r\n"),

@@ -43,7 +43,7 @@ ANSWER, END = 60, 40
 #: Checks of kvfix doctor that examine this host, and so cannot show the planted fault.
 _OF_THE_MACHINE = ("extensions", "gpu", "pinned-memory", "locked-memory", "program")
 REQUESTS: list[Request] = [(prompt(300, seed), 6) for seed in range(1, 5)]
-#: {value of `transfer` in planted_logs.toml: kv_transfer_config}
+#: The kv_transfer_config for each value of `transfer` in planted_logs.toml.
 TRANSFERS: dict[str, dict[str, Any]] = {
     "v1": real_engine.in_process(64),
     "mp": {
@@ -62,10 +62,10 @@ TRANSFERS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A case of planted_logs.toml. The class Run replaces `$NAME` in the settings by a value of the run."""
+    """A case of planted_logs.toml. The class Run replaces words such as `$FREE` by values of the run."""
 
     name: str
-    truth: str = ""  # the cause in one sentence, written before the first run; "" for a healthy twin
+    truth: str = ""  # the cause in one sentence, written before the first run; "" for a healthy case
     remedy: str = ""
     twin: str = ""  # name of the healthy case with similar settings
     code: str = ""  # the code of kvfix-diagnose's first finding
@@ -84,7 +84,7 @@ class Case:
     play: str = "twice"  # method of Run to call while the engine runs
     main: str = "one_engine"  # method of Run to call for the whole case
     second: dict[str, Any] = field(default_factory=dict)  # fields that differ in the second engine
-    change: str = ""  # method of Run to call with prefill's kv_transfer_params before decode gets them
+    change: str = ""  # method of Run that changes prefill's kv_transfer_params for decode
 
     def config(self) -> dict[str, Any] | str:
         if self.transfer not in TRANSFERS:
@@ -101,7 +101,7 @@ CASES = [Case(name, **row) for name, row in tomllib.loads(Path(__file__).with_su
 
 
 def ask(server: Server, *requests: Request, **more: Any) -> dict[str, Any]:
-    """Send these requests. Return the last answer, or {} if there is no answer to the last request."""
+    """Send these requests. Return the answer to the last request, or {} if the last request gets no answer."""
     answer: dict[str, Any] = {}
     for request in requests:
         answer = {}
@@ -115,7 +115,7 @@ def process_named(server: Server, name: str) -> int:
 
 
 class Run:
-    """One run of a case. values: {NAME: text for `$NAME` in the case}. warned: problems that kvfix doctor reports."""
+    """One run of a case. values: texts for words such as `$FREE`. warned: problems that kvfix doctor reports."""
 
     def __init__(self, case: Case, folder: Path, stack: ExitStack) -> None:
         self.case, self.folder = case, folder
@@ -139,13 +139,13 @@ class Run:
     def running(self, name: str = "engine", **settings: Any) -> Iterator[Server | None]:
         """Yield the running engine, or None if the engine does not start. settings: fields to replace in the case."""
         case = replace(self.case, **settings)
-        words = {"KVFIX_TEST_REAL_CONNECTOR": ""}  # if empty, the test plugin replaces LMCache's GPU connector
+        words = {"KVFIX_TEST_REAL_CONNECTOR": ""}  # "" makes the test plugin replace LMCache's GPU connector
         words |= {name: self.filled(text) for name, text in case.environment.items()}
         if case.file is not None:
             file = self.folder / "lmcache.yaml"
             file.write_text(self.filled(case.file))
             words["LMCACHE_CONFIG_FILE"] = str(file)
-        config = case.config()  # the port $SERVER must be an integer in JSON, so the next line removes its quotes
+        config = case.config()  # the port $SERVER must be an integer in JSON, so the next line removes the quotes
         text = config if isinstance(config, str) else json.dumps(config).replace('"$SERVER"', "$SERVER")
         engine = Server(self.folder / name, self.filled(text), "off", [*map(self.filled, case.options)], **words)
         self.logs[name] = engine.log
@@ -179,7 +179,7 @@ class Run:
                 getattr(self, self.case.play)(engine)
 
     def two_engines(self) -> None:
-        """Run two engines with one store. The first engine stores prompts; the second engine gets the same prompts."""
+        """Run two engines, one after the other, with a shared store. Send the same prompts to each engine."""
         second = {**self.case.second, "settings": {**self.case.settings, **self.case.second.get("settings", {})}}
         for name, fields in (("first", {}), ("engine", second)):
             with self.running(name, **fields) as engine:
@@ -280,7 +280,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def keep(log: Path, to: Path, folder: Path) -> Path:
-    """Write a copy of the log without paths and addresses of this host, and return the path of the copy."""
+    """Copy the log without the paths and addresses of this host. Return the path of the copy."""
     text = log.read_text(errors="replace")
     here, base = str(to.parent), os.path.realpath(sys.base_prefix)
     for local, neutral in {

@@ -1,13 +1,14 @@
 """Apply kvfix, start vLLM and generate tokens, as a user's program does: `python serve.py JOB.json`.
 
-The program writes its results to the file `out` of the job. The job also has these fields:
-- `apply`: mode of kvfix, or None; `model`: a folder; `transfer`: kv_transfer_config; `engine`: arguments of LLM
-- `rounds`: lists of requests (prompt, number of tokens to generate). A number N in place of a prompt means the prompt
-  and the answer of request N of the previous round.
-- `before`: the calls to make before a round, listed under the number of the round. Each call is a list: the name of a
-  function of this module, then the arguments that follow the engine
-- optional: `config`: changes of the model; `counters`: names of vLLM's counters to return
-- `calm`, `hard`, `flags`: replace `rounds`, see `until_told()`
+The JSON file has these fields:
+- `out`: file for the results; `apply`: mode of kvfix, or None; `model`: folder of the model
+- `transfer`: kv_transfer_config; `engine`: arguments of vLLM's class LLM
+- `rounds`: a list of requests for each round. A request is (prompt, number of tokens to generate). A number N in place
+  of a prompt stands for the prompt and the answer of request N in the previous round.
+- `before`: a list of calls for each round number. The program makes the calls before the round. A call is a list: the
+  name of a function of this module, then the arguments after the engine.
+- `config` (optional): changes of the model; `counters` (optional): names of vLLM's counters to return
+- `calm`, `hard` and `flags` replace `rounds` (see `until_told()`)
 """
 
 import json
@@ -45,7 +46,7 @@ def main(job: dict[str, Any]) -> None:
             globals()[name](llm.llm_engine, *arguments)
         rounds.append(real_engine.generate(llm, requests))
         preempted.append(real_engine.counter(llm, "vllm:num_preemptions") - sum(preempted))
-    if "KVFIX_TEST_FAULTS" not in os.environ:  # with these planted faults no process writes a recorder file
+    if "KVFIX_TEST_FAULTS" not in os.environ:  # with planted faults no process writes a recorder file
         recorders(Path(os.environ["KVFIX_DUMP_DIR"]), limit=30)
     counters = {name: real_engine.counter(llm, name) for name in job.get("counters", ())}
     answer = {"rounds": rounds, "preempted": preempted, "preemptions": sum(preempted), "counters": counters}
@@ -53,7 +54,7 @@ def main(job: dict[str, Any]) -> None:
 
 
 def until_told(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """Run rounds until folder `flags` has a file `stop`. With a file `hard`, a round sends `hard`, else `calm`."""
+    """Run rounds until the folder `flags` has a file `stop`. A file `hard` makes rounds send `hard`, not `calm`."""
     folder, rounds, preempted = Path(job["flags"]), list[tuple[str, list[list[int]]]](), 0
     while not (folder / "stop").exists():
         kind = "hard" if (folder / "hard").exists() else "calm"
@@ -68,7 +69,7 @@ def continued(prompt: list[int] | int, asked: list[tuple[list[int], int]], round
 
 
 def recorders(folder: Path, limit: float, among: Container[int] | None = None) -> list[Path]:
-    """Make processes with a file `*.ready` write recorder files. among: PIDs (None: all). limit: seconds to wait."""
+    """Make each process that has a file `*.ready` write a recorder file. among: PIDs (None: all). limit: in seconds."""
     pids = [int(path.stem.rpartition("-")[2]) for path in folder.rglob("*.ready")]
     ready, before = [pid for pid in pids if among is None or pid in among], set(folder.rglob("*-signal.jsonl"))
     for pid in ready:
@@ -90,7 +91,7 @@ def spoil(engine: Any) -> None:
 
 
 def abort_waiting(engine: Any, job: dict[str, Any]) -> None:
-    """Add request `running`, then add and abort `waiting`. `steps` is 0 if another process makes the steps."""
+    """Add request `running`, then add and abort request `waiting`. `steps` is 0 if EngineCore has its own process."""
 
     def add(name: str, **more: Any) -> None:
         prompt, tokens = job[name]

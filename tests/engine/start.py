@@ -1,4 +1,4 @@
-"""Start a real engine or a real `lmcache server`, and collect the notes and files of its processes."""
+"""Start a real engine or a real `lmcache server`. Collect the log, notes and files of an engine (class Ran)."""
 
 import json
 import os
@@ -87,7 +87,7 @@ def run(
     program: str = "serve.py", forked: bool = True, when: tuple[str, Callable[[int], None]] | None = None,
     limit: int = LIMIT, **more: Any,
 ) -> Ran:  # fmt: skip
-    """Run an engine, and return its results. engine: arguments of LLM. more: fields of serve.py's job.
+    """Run an engine, and return the engine's results. engine: arguments of vLLM's LLM. more: fields of serve.py's job.
 
     - forked: fork a process that has imported vLLM. False: start a new process, as a user does
     - when: (text, function). When the log has the text, call the function with the pid of the program
@@ -123,7 +123,7 @@ def dump(pid: int, folder: Path, **environment: str) -> dict[str, Any]:
 def server(
     lmcache: Path | None = None, options: tuple[str, ...] = (), log: Path | None = None, **settings: str
 ) -> Iterator[dict[str, Any]]:
-    """Start `lmcache server`, which loads no plugins, with `kvfix run`. lmcache: folder of 0.4.6, or None (newest)."""
+    """Start `lmcache server` with `kvfix run`, so the server has kvfix. lmcache: folder of 0.4.6 (None: newest)."""
     start = (sys.executable, "-m", "kvfix_tools.cli", "run", "--")
     environment = clean_environment(*([lmcache] if lmcache else []), **settings)
     transfer_mode = ("--transfer-mode", "non_gpu") if lmcache else real_engine.ANY_MODE

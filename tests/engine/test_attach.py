@@ -1,4 +1,4 @@
-"""Run `kvfix attach` and `kvfix detach` on a real engine under load that was started without kvfix."""
+"""Run `kvfix attach` and `kvfix detach` on a real engine under load. The engine starts without kvfix."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from tests.engine import start
 from tests.engine.start import CROWD, REPORT
 from tests.engine.vllm_server import ask_all
 
-#: How often a test detaches and attaches. A hundred times take ten minutes.
+#: How often a test detaches and attaches kvfix. A hundred times take ten minutes.
 PAIRS = int(os.environ.get("KVFIX_TEST_PAIRS", "3"))
 
 pytestmark = [
@@ -28,7 +28,7 @@ pytestmark = [
 
 HARD = [*REPORT, *CROWD]
 CALM = CROWD[:2]
-#: Code to run after a detach. It writes the functions still wrapped, how many were ever wrapped, and the memory in kB.
+#: After a detach, this code writes the functions still wrapped, the count of functions ever wrapped, and the RSS in kB.
 ORIGINALS = """
 import inspect
 import json
@@ -61,7 +61,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 @pytest.mark.parametrize(
     ("version", "server", "codes", "pairs"),
     [
-        # The requests of LMCache's issue 2158 (REPORT) kill this engine without the fix (test_engine.py).
+        # The requests of LMCache's issue 2158 (REPORT) kill this engine without KVF001 (test_engine.py).
         ("0.3.10", False, {"KVF001", "KVF002"}, PAIRS),
         pytest.param("0.5.6", False, {"KVF007"}, 1, marks=start.LONG),
         ("0.5.6", True, {"KVF106"}, PAIRS // 3),

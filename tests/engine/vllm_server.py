@@ -29,7 +29,7 @@ PROXY = "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py"
 SIZES = {"max-model-len": 1024, "num-gpu-blocks-override": 257, "max-num-batched-tokens": 512}
 FEW_BLOCKS = {**SIZES, "num-gpu-blocks-override": 97}
 CHUNK = 64
-#: Use LMCache in process, with its own GPU connector on CPU tensors. The class Faulty plants faults in loaded KV.
+#: Use LMCache in process, with LMCache's GPU connector on CPU tensors. The class Faulty plants faults in loaded KV.
 FAULTY = {"kv_connector": "Faulty", "kv_connector_module_path": "kvfix_engine_verify"}
 IN_PROCESS = {**real_engine.in_process(CHUNK), **FAULTY}
 OFFLOADING = {
@@ -124,7 +124,7 @@ class Server:
         return sum(float(line.rpartition(" ")[2]) for line in found)
 
     def signal(self, number: int) -> None:
-        """Send the signal to all processes of the server, which are in one session."""
+        """Send the signal to the process group, which has all processes of the server."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
@@ -150,7 +150,7 @@ class Pair(NamedTuple):
 
 @contextmanager
 def pair(folder: Path, mode: str, **transfer: Any) -> Iterator[Pair]:
-    """Start both engines and the proxy. transfer: more keys of the kv_transfer_config."""
+    """Start a prefill instance, a decode instance and a proxy. transfer: more keys of the kv_transfer_config."""
     nixl = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu", **transfer}
     prefill, decode = (
         Server(folder / name, {**nixl, "kv_role": role}, mode, KVFIX_TEST_REPORT="")

@@ -31,7 +31,7 @@ def running(folder: Path, *command: str, prints: tuple[str, ...] = ("ready\n",))
     with real_engine.started([*command], log, environment, cwd=ROOT) as process:
         assert all(real_engine.wait_for(line, log, process, 120) for line in prints), log.read_text()
         yield process
-        assert process.poll() is None  # the program still runs after all looks
+        assert process.poll() is None  # `kvfix look` has not ended the program
 
 
 RUN = Fresh(120).run
@@ -157,7 +157,7 @@ def test_kvfix_does_not_read_itself() -> None:
 
 
 def test_a_core_file(tmp_path: Path) -> None:
-    """core.txt has stacks as PyStack 1.7 prints them. Without PyStack, kvfix says how to install PyStack."""
+    """core.txt has stacks in the format of PyStack 1.7. Without PyStack, kvfix says how to install PyStack."""
     main, other = map(looking.of_stack, command.stacks(Path(__file__).with_name("core.txt").read_text()).values())
     assert main["hook"] == "start_load_kv"
     assert main["stack"][0] == "start_load_kv (vllm/lmcache_mp_connector.py:900)"

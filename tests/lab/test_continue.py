@@ -1,4 +1,4 @@
-"""`kvfix lab continue` rebuilds an engine from a saved state. The new engine is stuck if the saved one was stuck."""
+"""`kvfix lab continue` rebuilds an engine from a saved state. The new engine is stuck if the saved engine was stuck."""
 
 import json
 import tempfile

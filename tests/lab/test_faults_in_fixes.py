@@ -1,10 +1,10 @@
-"""An error in a fix makes no outcome worse than without fixes. Raise more errors: `python -m tests.lab.faults 100`."""
+"""With errors in a fix, no outcome is worse than without fixes. `python -m tests.lab.faults 100` raises more errors."""
 
 from kvfix import catalogue, wrapping
 from tests.conftest import RELEASES, Once, answers
 from tests.lab.faults import faults
 
-#: Fail-closed fixes that are not tried, because this release does not have the bug or the lab cannot play the bug.
+#: Fail-closed fixes that are not tried, because LMCache 0.5.6 does not have the bug or the lab cannot play the bug.
 ELSEWHERE = {"KVF008", "KVF014", "KVF019", "KVF020", "KVF024", "KVF103", "KVF106", "KVF115", "KVF206"}
 
 

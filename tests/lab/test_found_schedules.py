@@ -1,4 +1,4 @@
-"""Play schedules that the fuzzer found. They cover failed loads, a kv_producer, ranks, and pairs of engines."""
+"""Play schedules that the fuzzer found. The schedules cover failed loads, a kv_producer, ranks and pairs of engines."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def test_the_first_chunk_after_a_failed_load_is_stored() -> list[list[int]]:
 
 @answers([True, True], [False, False])
 def test_a_step_beyond_the_blocks_of_its_request() -> list[bool]:
-    """A step starts beyond its request's blocks. Return [this step is reported, any rule is violated]."""
+    """Start a step beyond a request's blocks. Return two flags: the lab reports the step, and a rule is violated."""
     options = Options(num_blocks=18, async_scheduling=True, drafter="eagle", drafts=1, save_last=True)
     steps = (("stored_elsewhere", 0, 64), ("admit", "r", 0, 64, 2), ("fail_load", 0, 0))
     violations = [str(found) for found in late.play(Schedule(options, steps)).violations]
@@ -38,7 +38,7 @@ def test_a_step_beyond_the_blocks_of_its_request() -> list[bool]:
 
 @answers([True, True], release="0.4.6", fixes=True)
 def test_a_failed_load_of_another_request_computes_nothing_anew() -> list[bool]:
-    """`other` shares blocks with `r`, whose load fails. KVF103 and KVF110 must not make `other` compute again."""
+    """`other` shares blocks with `r`, whose load fails. KVF103 and KVF110 must not make `other` recompute tokens."""
     begin = (("admit", "other", 0, 90, 20), *[("step",)] * 4, ("stored_elsewhere", 0, 128), ("admit", "r", 0, 140, 1))
     schedule = Schedule(Options(connector="mp-in-tree"), (*begin, ("fail_load", 1, 1)))
     log = [event for _, event in late.play(schedule).log]
@@ -50,7 +50,7 @@ def test_a_failed_load_of_another_request_computes_nothing_anew() -> list[bool]:
 @pytest.mark.parametrize("release", ["0.4.6", "0.5.6"])
 @answers([8, 4, 8], [8, 4, 8], also="release")
 def test_a_resumed_request_of_a_kv_producer_leaves_no_hole() -> list[int]:
-    """For a kv_producer, LMCache ignores `can_save` (vllm_v1_adapter.py 0.5.6:1152). Return the chunk counts."""
+    """For a kv_producer, LMCache ignores `can_save` (vllm_v1_adapter.py 0.5.6:1152) and stores evicted chunks again."""
     options = Options(kv_role="kv_producer", block_size=16, chunk_size=16, num_blocks=40, max_num_batched_tokens=512)
     engine = late.LabEngine(options)
     engine.admit("r", prompt(128), max_tokens=8)
@@ -66,7 +66,7 @@ def test_a_resumed_request_of_a_kv_producer_leaves_no_hole() -> list[int]:
 @pytest.mark.parametrize(("is_fixed", "answer"), [(True, [False, False]), (False, [True, True])])
 @answers(also="answer")
 def test_blocks_kept_until_the_registration_ends_are_no_leak(is_fixed: bool) -> list[bool]:
-    """With KVF322, decode frees an aborted request's blocks when the registration ends. Without fixes it frees none."""
+    """With KVF322, decode frees an aborted request's blocks when the registration ends. Without KVF322, blocks leak."""
     timeout = {"push_registration_timeout": 5.0}
     options = Options(connector="nixl-push", num_blocks=40, max_num_batched_tokens=64, extra=timeout)
     steps = [("fail", "notice", 1), ("ask_at_once", "r", 0, 64, 5, 1), ("step",), ("abort", 0), ("step",)]
@@ -100,7 +100,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def saved(ranks: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Return each rank's number of chunks: before a load of 128 of 300 tokens, after the load, and at the end."""
+    """Return findings, and each rank's chunk counts before and after a load of 128 of 300 tokens, and at the end."""
     engine, chunks = late.LabEngine(Options(max_num_batched_tokens=512, ranks=ranks, **options)), []
     for part in (
         do.store("first", prompt(128)),

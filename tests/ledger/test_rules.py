@@ -23,11 +23,11 @@ EXPIRED, NOTICED = ev.LeaseEnded("r", True), ev.LeaseEnded("r", False)
 #: LATE: a lookup has timed out once. TWICE: a lookup has timed out twice without a pause.
 LATE = [FRESH, ev.TimedOut("r", 3.0, 10.0)]
 TWICE = [*LATE, ev.TimedOut("r", 3.0, 13.1)]
-#: vLLM has computed 336 tokens of a hit of 512.
+#: vLLM has computed 336 tokens of a hit of 512 tokens.
 AFTER = [FRESH._replace(computed=336, promised=176), ev.Granted("r", 176)]
 UNASKED = ev.Scheduled("r", 0, 16)
 
-#: {rule: [(case, earlier events, the event to check, verdict)]}. The verdict is None if there is no finding.
+#: For each rule, the cases: (name, earlier events, event to check, verdict). Verdict None means no finding.
 CASES: dict[str, list[tuple[str, list[ev.Event], ev.Event, str | None]]] = {
     "KVR001": [
         ("more than remains", [], ASKED._replace(promised=664), "violated"),
@@ -181,7 +181,7 @@ def test_every_rule_has_cases_and_a_docstring() -> None:
 
 
 def test_tools_do_not_miss_a_rule() -> None:
-    """Importing kvfix_tools.ledger registers this module's rules. So the tools import RULES from this module."""
+    """kvfix.ledger.RULES lacks the rules of kvfix_tools.ledger until a program imports kvfix_tools.ledger."""
     texts = {path: path.read_text() for path in (ROOT / "tools").rglob("*.py") if path.name != "ledger.py"}
     assert not [path for path, text in texts.items() if re.search(r"from kvfix\.ledger(\.rules)? import .*RULES", text)]
 

@@ -23,7 +23,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell makes backgr
 print("ready", flush=True)
 if sys.argv[1] == "c":  # keep the GIL and run no bytecode, until a line comes on stdin
     ctypes.PyDLL(None).getchar()
-if sys.argv[1] == "own-lock":  # FUTEX_WAIT on an address in Python's own state
+if sys.argv[1] == "own-lock":  # wait with FUTEX_WAIT on an address in Python's own state
     state = ctypes.c_int.in_dll(ctypes.pythonapi, "_PyRuntime")
     number = {"x86_64": 202, "aarch64": 98}[platform.machine()]
     ctypes.CDLL(None).syscall(number, ctypes.byref(state), 0, state.value, None)

@@ -1,4 +1,4 @@
-"""A new fix needs two files, one for the fix and one for its scenario. All commands and pages find both files."""
+"""A new fix needs two files, one for the fix and one for a scenario. All commands and pages find both files."""
 
 import json
 import shutil

@@ -35,7 +35,7 @@ def test_the_sdist_is_a_checkout(wheel: Path, checkout: Path) -> None:
 
 
 def test_the_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
-    """Install and try the wheel as `make release` does. A broken installation fails the trial."""
+    """Install and try the wheel as `make release` does. `release.failures` reports a broken installation."""
     programs = release.install(wheel, tmp_path / "venv")
     assert list(release.failures(programs, kvfix.__version__)) == []
     package = next((tmp_path / "venv").rglob("site-packages/kvfix_tools/diagnose/diagnosis.py"))

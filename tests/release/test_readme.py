@@ -34,7 +34,7 @@ def blocks(text: str) -> list[Block]:
 README = blocks((ROOT / "README.md").read_text())
 DIED, ELSE, UPSTREAM, MORE = "EngineCore died with this?", "Another problem?", "Send the fix upstream", "More"
 
-#: The program runs the scenario with the fixes, and then without the fixes. It exits with the error of the dead engine.
+#: A program that runs the scenario with the fixes, then without the fixes, and exits with the dead engine's error.
 ENGINE = """
 import sys
 from vllm.plugins import load_general_plugins
@@ -69,7 +69,7 @@ def engine() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def printed(shell: Shell, engine: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Return two texts: the engine's output with the README's two lines, and its output after `kvfix.revert()`."""
+    """Return the engine's output with the README's two lines, and the engine's output after `kvfix.revert()`."""
     (lines,) = (block.text for block in of(DIED) if block.language == "python")
     folder = tmp_path_factory.mktemp("engine")
     (folder / "serve.py").write_text(f"{lines}\n{ENGINE}")

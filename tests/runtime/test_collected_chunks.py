@@ -29,7 +29,7 @@ def host_memory() -> Any:
 )
 @answers(also="fixes release answer")
 def test_a_chunk_that_is_collected(locked: str, seconds: float, revert: bool) -> list[Any]:
-    """Return ["hangs"], or "goes on" and two chunk counts: after the collection, and after a free or a revert."""
+    """Return ["hangs"], or "goes on", the number of chunks after the collection, and the final number of chunks."""
     import lmcache.v1.memory_management as module
     import torch
     from lmcache import utils

@@ -26,13 +26,13 @@ class Never(Exception): ...
         (FIXED, 1, 0, 0, {"busy_loop": False}, [[0, 0], [0, 0]]),
         (FIXED, 1, 0, 0, {"eviction": False}, [[0, 0], [0, 0]]),
         (FIXED, CHUNKS, 20, 0, {}, [[20, 10], [0, 10]]),
-        (FIXED, CHUNKS, 0, 3, {}, [[3, 10], [3, 10]]),  # memory comes slowly, so the load would take six minutes
+        (FIXED, CHUNKS, 0, 3, {}, [[3, 10], [3, 10]]),  # one chunk in 3 s, so the load would take six minutes
     ],
 )
 @answers(also="fixes release answer")
 def test_a_load_waits_ten_seconds_in_all(chunks: int, room: int, every: int, more: dict[str, Any]) -> list[Any]:
-    """Return for each of two loads the number of chunks that get memory, and the seconds of waiting. `room` chunks get
-    memory at once, and then one more chunk every `every` seconds (0: no more chunks)."""
+    """Return, for each of two loads, the number of chunks that get memory, and the seconds of waiting. At once, `room`
+    chunks get memory. Then one chunk gets memory every `every` seconds (0: never)."""
     import lmcache.v1.storage_backend.local_cpu_backend as module
 
     now, slept, taken = [1000.0], [0.0], [0]

@@ -14,7 +14,7 @@ from kvfix.session import session
 
 @pytest.fixture(autouse=True)
 def now(faults: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The clock stands still unless a test advances it."""
+    """Replace the clock of engine_log. A test can advance the new clock."""
     clock = [0.0]
     monkeypatch.setattr(engine_log, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     logging.getLogger("kvfix").setLevel(logging.INFO)

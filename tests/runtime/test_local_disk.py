@@ -63,7 +63,7 @@ class Disk:
         module.asyncio = SimpleNamespace(run_coroutine_threadsafe=submitted)
 
     def store(self, chunk: int) -> str:
-        """Return the error of the write, "" if the write has succeeded, or "not submitted" if there was no write."""
+        """Store the chunk. Return the write's error, "" if the write succeeded, or "not submitted" without a write."""
         memory = self.cpu.allocate(*self._shape)
         memory.tensor.fill_(chunk + 1)
         self.backend.submit_put_task(self.keys[chunk], memory)
@@ -77,7 +77,7 @@ class Disk:
         return Path(self.backend._key_to_path(self.keys[chunk]))
 
     def load(self, way: str) -> list[str]:
-        """Return for each chunk "right" or "wrong" (content), or "none"."""
+        """Load all chunks. Return "right" or "wrong" for each loaded chunk, and "none" for each missing chunk."""
         for key in self.keys:
             self.backend.pin(key)
         if way == "one by one":
@@ -100,7 +100,7 @@ class Disk:
         return answers
 
     def state(self) -> list[Any]:
-        """Return known chunks, their pins, allocated chunks, LMCache's two counts of chunks on disk, and files."""
+        """Return known chunks, pins per chunk, number of allocations, two disk sizes (in chunks), and saved chunks."""
         backend = self.backend
         return [
             [self.keys.index(key) for key in backend.dict],
@@ -133,7 +133,7 @@ RELEASED = {"one by one": "KeyError", "batched": [NONE, [*LEFT[:3], [3, 3], [0, 
 )
 @answers(also="release fixes answer")
 def test_a_short_or_missing_file_is_no_chunk(way: str) -> list[Any]:
-    """Return for each size of chunk 1's file the results of a load, the state, and the results after a new store."""
+    """For each size of chunk 1's file, return a load's results, the state, and the results after a new store."""
     found: list[Any] = []
     for size in SIZES:
         disk = Disk()
@@ -155,7 +155,7 @@ def test_a_short_or_missing_file_is_no_chunk(way: str) -> list[Any]:
 
 @answers([["right", "wrong", "right"], [True], [0, 1, 2]], fixes=["KVF037"])
 def test_a_load_by_layers_has_all_chunks_and_a_warning() -> list[Any]:
-    """Return the chunks of one layer as `use_layerwise` loads them, kvfix's warnings, and the chunks that remain."""
+    """Load a layer's chunks, as `use_layerwise` does. Return results, True for each right warning, and known chunks."""
     disk = Disk()
     disk.keys = [key.split_layers(2)[1] for key in disk.keys]
     assert [disk.store(chunk) for chunk in range(CHUNKS)] == [""] * CHUNKS
@@ -188,7 +188,7 @@ def test_a_fault_of_the_fix_is_no_chunk(way: str) -> list[str]:
 )
 @answers(also="release fixes answer")
 def test_only_loaded_chunks_are_reported() -> list[int]:
-    """Load three chunks. The last chunk is missing. Return how many tokens LMCache reports, and how many it loads."""
+    """Load three chunks. The last chunk is missing. Return the number of reported tokens, and of loaded tokens."""
     import lmcache.v1.cache_engine as module
     import torch
 

@@ -1,4 +1,4 @@
-"""In every order of import, apply and revert, the imported hook is fixed if `apply` ran later than `revert`."""
+"""Import, apply and revert in different orders. The imported hook is fixed if `apply` ran after the last `revert`."""
 
 import functools
 import importlib
@@ -98,7 +98,7 @@ def test_the_probe_decides_on_a_replaced_hook(promised: int | None) -> str:
 
 
 def applied_in_between(early: bool) -> list[str]:
-    """Return the status after the import of a module that itself calls `kvfix.apply()`, and after one more call."""
+    """Import a module that calls `kvfix.apply()`. Return the status before and after one more `kvfix.apply()`."""
     if early:
         kvfix.apply()
     importlib.import_module(ADAPTER)

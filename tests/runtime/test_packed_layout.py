@@ -19,7 +19,7 @@ SLOTS = torch.tensor([7, 0, 19, 5, 12])
 
 
 def caches(width: int, dtype: torch.dtype, order: str) -> list[torch.Tensor]:
-    """Return vLLM's tensors [blocks, heads, block, 2 * width] of random bytes. order: how the axes lie in memory."""
+    """Return a tensor [blocks, heads, tokens, 2 * width] of random bytes per layer. order: memory order of the axes."""
     size = BLOCKS * HEADS * BLOCK * 2 * width * LAYERS
     held = torch.randint(0, 256, (size * dtype.itemsize,), dtype=torch.uint8).view(dtype)
     if order == "HND":
@@ -30,7 +30,7 @@ def caches(width: int, dtype: torch.dtype, order: str) -> list[torch.Tensor]:
 
 
 def rows(caches: list[torch.Tensor], slots: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of K and V where vLLM's attention reads them: [2, layers, tokens, all heads]."""
+    """Return the K and V that vLLM's attention reads for these slots, as bytes [2, layers, tokens, all heads]."""
     found = torch.stack([cache[slots // BLOCK, :, slots % BLOCK] for cache in caches])
     return found.unflatten(3, (2, -1)).permute(3, 0, 1, 2, 4).flatten(3).contiguous().view(torch.uint8)
 
@@ -101,7 +101,7 @@ def test_lmcache_handles_other_layouts_itself(mla: bool, kvcaches: Any) -> None:
 
 
 @answers(
-    # The fix only releases "wrong", and does not store "wrong". LMCache stores "right" and then releases "right".
+    # The fix releases "wrong" and does not store "wrong". LMCache stores "right", and then releases "right".
     {"stored": ["of right"], "released": ["wrong", "right"], "retrieved": [False, False, False, True, True]},
     fixes=True,
 )
@@ -138,7 +138,7 @@ def test_what_cannot_be_moved_is_not_stored_and_not_loaded() -> dict[str, Any]:
 @pytest.mark.parametrize("fixed", [False, True])
 @answers(True)
 def test_kvf021_leaves_stored_chunks_readable(fixed: bool) -> bool:
-    """If blocks have as many tokens as heads, a chunk that was stored without the fix loads right with the fix."""
+    """A chunk that was stored without KVF021 loads right with KVF021. Here a block has as many tokens as heads."""
     operations = import_module(kvf021.FIX.targets[-1].module)
     function = operations.single_layer_kv_transfer
     load = kvf021.fix(operations)(function) if fixed else function

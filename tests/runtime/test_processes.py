@@ -73,7 +73,7 @@ def test_an_unknown_name_changes_nothing() -> None:
     assert dict(os.environ) == before
 
 
-class TestRun:  # the command also reaches programs that load no vLLM plugins
+class TestRun:  # `kvfix run` also reaches programs that load no vLLM plugins
     KVFIX = (sys.executable, "-m", "kvfix_tools.cli", "run")
     SHOW = "import os, sys, kvfix.session as s; print(s.session.config, sys.modules['sitecustomize'].__file__)"
 

@@ -27,7 +27,7 @@ LETTERS = string.ascii_letters + string.digits
 
 
 def corpus() -> list[tuple[str, str]]:
-    """Return pairs (text, secret). A secret has random letters. Each of DATA["forms"] gets six names of settings."""
+    """Return pairs (text, secret). Secrets are random. Each of DATA["forms"] makes six pairs with setting names."""
     draw = random.Random(0)
 
     def letters(count: int, of: str = LETTERS) -> str:
@@ -51,7 +51,6 @@ def corpus() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("words", "secret"), corpus())
 def test_no_part_of_a_secret_is_left(words: str, secret: str) -> None:
-    """`kvfix_tools.redact` and `kvfix.redact` hide the whole secret. Only `kvfix_tools.redact` parses JSON."""
     for hide in (redact.text, kvfix.redact.text):
         found = hide(words)
         assert [secret[at : at + 5] for at in range(len(secret) - 4) if secret[at : at + 5] in found] == []
@@ -61,7 +60,7 @@ def test_no_part_of_a_secret_is_left(words: str, secret: str) -> None:
 
 @pytest.mark.parametrize("piece", DATA["pieces"])
 def test_a_long_text_ends(piece: str) -> None:
-    """Ray passes kilobytes of base64. A pattern that reads a word again at each letter takes half an hour here."""
+    """Ray passes kilobytes of base64. A pattern that rereads a word from each letter needs half an hour for base64."""
     redact.text(piece * (500_000 // len(piece)))
     redact.text(f"http://{piece * (500_000 // len(piece))}")
 
@@ -74,7 +73,7 @@ def test_other_text_stays_the_same(words: str) -> None:
 @pytest.mark.parametrize("name", ["healthy-0.5.6", "mp-0.5.6.server", "crash-0.3.10"])
 def test_a_log_stays_the_same(name: str) -> None:
     lines = real(name).decode(errors="replace").splitlines()
-    lines = [line for line in lines if not line.lstrip().startswith(("{", "["))]  # redaction formats JSON anew
+    lines = [line for line in lines if not line.lstrip().startswith(("{", "["))]  # redaction reformats JSON
     assert len(lines) > 50
     assert [line for line in lines if redact.text(line) != line] == []
 

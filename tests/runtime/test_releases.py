@@ -1,4 +1,4 @@
-"""Check the status of fixes on real files of every release and on edited copies. Only the code decides the status."""
+"""Check the status of fixes on real files of every release and on edited copies. The version number must not matter."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ from kvfix.applicability import fingerprints
 from tests.conftest import ADAPTER, RELEASES, Fresh, answers, release, release_names
 
 FILE = Path(*ADAPTER.split(".")).with_suffix(".py")
-BUG = "            return cached_num_hit_toks\n"  # this line of 0.3.10 causes the bug
+BUG = "            return cached_num_hit_toks\n"  # this line of LMCache 0.3.10 causes KVF001
 FIXED = "            return max(0, cached_num_hit_toks - num_computed_tokens)\n"
 
 STATUS = "import kvfix; result = {row.code: row for row in kvfix.status()}"
@@ -32,7 +32,7 @@ def settled() -> dict[str, Any]:
 
 
 def copy(folder: Path, into: Path, edit: Callable[[str], str] = lambda text: text, version: str = "") -> Path:
-    """Make a copy of a release with an edited adapter. version: another version for the metadata to claim."""
+    """Copy a release and edit the copied adapter. version: the version to write into the metadata ("": no change)."""
     (metadata,) = folder.glob("lmcache-*.dist-info")
     for part in (folder / "lmcache", metadata):
         shutil.copytree(part, into / part.name, copy_function=os.link)
@@ -96,7 +96,7 @@ def test_no_release_of_vllm_is_unknown_to_any_fix(fresh: Fresh) -> None:
 @pytest.mark.parametrize("release", ["0.3.10", "0.4.6", "0.5.2", "0.5.3", "0.5.5", "0.5.6"])
 @answers([], also="release")
 def test_no_fix_is_refused_on_released_code() -> list[list[str]]:
-    """In some releases, the class that a fix wraps inherits the function, or has an older name in another file."""
+    """In some releases, a fixed function is inherited, or the function's class has an older name in another file."""
     kvfix.apply()
     for module in catalogue.modules_of_fixes():
         with contextlib.suppress(Exception):  # some modules need missing packages, or another release
@@ -115,10 +115,10 @@ def test_an_unfixable_bug_can_be_harmless_here(fresh: Fresh, monkeypatch: pytest
 
 
 def test_code_of_broken_releases_is_broken_code_only() -> None:
-    """A fingerprint belongs to broken or to right releases, never to both, because fingerprints decide the status."""
+    """Broken and right releases share no fingerprint of a function, because the fingerprint decides the status."""
     for found in catalogue.fixes():
         for target in found.targets:
-            if target.helper:  # a helper does not show the bug, and kvfix applies it only with another target
+            if target.helper:  # a helper does not show the bug, and kvfix applies a helper only with another target
                 continue
             known = fingerprints()[target.dist]["functions"][target.name]
             broken = SpecifierSet(target.broken, prereleases=True)
@@ -128,13 +128,13 @@ def test_code_of_broken_releases_is_broken_code_only() -> None:
 
 
 def probed() -> dict[str, Any]:
-    """Return {code: row of `kvfix status --probe`}. The probe imports the module."""
+    """Return the rows of `kvfix status --probe` by code. kvfix imports and probes a module whose code is unknown."""
     from kvfix_tools.status import _probed
 
     return {row.code: row for row in catalogue.rows(_probed)}
 
 
-#: Values of EDITS: release, (text of the adapter, new text), claimed version, status by the file, status by the probe.
+#: A value of EDITS has a release, (old text, new text), a claimed version, and the status before and after the import.
 HARMLESS, GONE = (BUG, "            _ = 1\n" + BUG), ("def get_num_new_matched_tokens", "def matched")
 EDITS = {
     "comments and blank lines": ("0.3.10", (BUG, "            # edited\n\n" + BUG), "", "applicable", "applied"),

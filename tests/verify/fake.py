@@ -1,6 +1,6 @@
 """A stand-in for vLLM's HTTP server. The stand-in answers requests of httpx in the same process, without a network.
 
-The stand-in has two caches, and computes log probabilities from a prompt.
+The stand-in has a GPU cache and a connector's cache. Log probabilities depend on the model and the prompt.
 """
 
 import hashlib
@@ -26,13 +26,13 @@ NAMES = ("request_success", "external_prefix_cache_queries", "external_prefix_ca
 
 @dataclass
 class Engine:
-    noise: float = 0.0  # deviation of a log probability between two computations
+    noise: float = 0.0  # standard deviation of the noise in each log probability
     #: Return True to make the answer wrong. Arguments: prompt, prompt tokens from the connector, requests since the
     #: last read of /metrics. `kvfix verify` reads /metrics before and after each request that it sends alone.
     wrong: Callable[[list[int], int, int], bool] = lambda prompt, hit, together: False
     keeps: int = 1 << 30  # number of prompts that the connector can keep
     others: bool = False  # each request comes together with a request of another client
-    spreads_nan: bool = False  # the first answer with a hit is NaN, and so is every third answer after it
+    spreads_nan: bool = False  # the first answer with a hit is NaN, and then every third answer is NaN
     has_counts: bool = True  # /metrics counts the requests
     connector: bool = True
     stores: bool = True
@@ -129,7 +129,7 @@ class Engine:
 
 
 def longest(cache: list[tuple[str, list[int]]], model: str, prompt: list[int]) -> int:
-    """Return how many of the prompt's tokens are cached."""
+    """Return the length of the longest cached prefix of the prompt, in tokens."""
     both = (zip(prompt, other, strict=False) for owner, other in cache if owner == model)
     return max((sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) for pairs in both), default=0)
 

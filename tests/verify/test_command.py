@@ -25,16 +25,16 @@ TWO = (("base", None), ("adapter", "base"))
 NO_RESET = {"blocks": 300, "missing": ("/reset_prefix_cache",)}
 NO_TOKENIZER = {"missing": ("/tokenize",)}
 OTHERS = {"others": True}
-#: {name: (behaviour of the server, options of the command, exit code, parts of the output)}
+#: For each case, the settings of the server, the options of the command, the exit code, and parts of the output.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, tuple[str, ...]]] = {
     "exact": ({}, {}, 0, ("verify same: 48 prompts", f"chunks of {CHUNK}", "equal in every bit")),
     "noisy": (NOISY, {}, 0, ("verify same: 48 prompts", "differ by at most")),
     "every hit is wrong": ({**NOISY, **EVERY_HIT}, {}, 1,
         ("SUMMARY: kvfix verify different: wrong for all hits, alone and under load", "kvfix explain KVF020")),
-    # After the first NaN, computed answers and the noise are NaN too. `Rounds._survey` runs before and counts NaN.
+    # After the first NaN, some computed answers and the noise are NaN too. `Rounds._survey` runs first and counts NaN.
     "NaN that spoils the noise": ({"spreads_nan": True}, {}, 1,
         ("different: the model computes NaN with KV from the connector", "restart the engine, and empty the cache")),
-    # Three wrong answers of 48 are no proof. Fresh prompts with equal properties prove the difference.
+    # Three wrong answers of 48 are no proof. New prompts of the same kind prove the difference.
     "one border": ({**NOISY, "wrong": lambda prompt, hit, together: len(prompt) == CHUNK}, {}, 1,
         ("wrong for 'one chunk', alone and under load",)),
     "one number of chunks": ({**NOISY, "wrong": lambda prompt, hit, together: 0 < hit <= CHUNK}, {}, 1,

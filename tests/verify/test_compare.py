@@ -46,12 +46,12 @@ NOISE: dict[str, Callable[[random.Random], float]] = {
 def is_called_different(
     drawn: random.Random, noise: Callable[[random.Random], float], wrong: Callable[[random.Random], float] | None = None
 ) -> bool:
-    """Judge one run as rounds.py does.
+    """Return True if kvfix verify (rounds.py) would judge this simulated run as different.
 
-    wrong: a function that draws the differences of every twelfth prompt, and of all fresh prompts (new prompts that
-        confirm a suspect).
+    wrong: a function that draws the differences of every twelfth prompt, and of the new prompts that confirm a
+        difference.
     """
-    judge = Judge([max(noise(drawn), noise(drawn)) for _ in range(CONTROLS)])  # a prompt alone, and under load
+    judge = Judge([max(noise(drawn), noise(drawn)) for _ in range(CONTROLS)])  # one draw alone, one under load
     cached = [[(wrong if wrong and at % 12 == 0 else noise)(drawn) for _ in range(2)] for at in range(PROMPTS)]
     if judge.first_test([max(each) for each in cached[:CONTROLS]]):
         return True
@@ -81,7 +81,6 @@ def test_one_wrong_prompt_in_twelve_is_found(name: str) -> None:
 
 
 def test_the_stated_rate() -> None:
-    """With more controls, fewer fresh prompts must differ to prove an error. The bound on false alarms always holds."""
     for controls in (12, 36, 100):
         assert Judge([1.0] * controls).error_rate(96) <= FALSE_ALARMS
     assert Judge([1.0] * 100).needed(96) < Judge([1.0] * 36).needed(96) < Judge([1.0] * 12).needed(96)
@@ -92,7 +91,7 @@ def test_first_test_counts_orders() -> None:
     judge = Judge([1.0] * 36)
     above = next(count for count in range(37) if judge.first_test([3.0] * count + [0.0] * (36 - count)))
     assert above == 13  # 36! / 23! * 59! / 72! < 5e-5
-    assert not judge.first_test([1.9] * 36)  # within the margin
+    assert not judge.first_test([1.9] * 36)  # a difference of 1.9 is within MARGIN
 
 
 def test_a_confirmation_ends_when_it_is_decided() -> None:
@@ -111,7 +110,7 @@ def prompts() -> list[Prompt]:
 
 
 def test_lengths_at_the_borders(prompts: list[Prompt]) -> None:
-    """Most prompts are controls. A control has whole blocks and one more token."""
+    """36 prompts have whole blocks and one more token. When a prompt repeats, the prefix cache has all blocks."""
     assert len(prompts) == 48
     lengths = {"one chunk less one token": 255, "one chunk": 256, "one chunk and one token": 257, "whole chunks": 1024}
     for kind, length in lengths.items():

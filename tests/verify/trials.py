@@ -2,14 +2,14 @@
 
 NAME is one of these words:
 
-    connectors   LMCache in process without and with kvfix, LMCache's server, OffloadingConnector, none
+    connectors   LMCache in process without and with kvfix, LMCache's server, OffloadingConnector, no connector
     faults       every fault of FAULTS, on LMCache in process with kvfix
-    partial      prompts whose last chunk is not full, but is stored: a healthy run, and one with a wrong chunk
+    partial      prompts whose last chunk is not full, but is stored: a healthy run, and a run with a wrong chunk
     noisy        faults on an engine whose logits have noise
     refusals     an API key is missing, no /reset_prefix_cache, no hit, and a server that ends during the run
-    ranks        two ranks: healthy, and one of them wrong
-    lora         a LoRA adapter: without KVF017 it shares KV with its base model, with KVF017 it does not
-    pd           prefill and decode instances with NIXL: healthy, and a transfer that returns zeros
+    ranks        two ranks: a healthy run, and a run in which one rank loads wrong KV
+    lora         a LoRA adapter, which shares KV with the base model only without KVF017
+    pd           prefill and decode instances with NIXL: a healthy run, and a run whose transfers return zeros
     healthy N    N healthy runs in bfloat16 while other clients use the server: no run may exit 1
 """
 
@@ -32,7 +32,7 @@ from tests.conftest import Fresh
 from tests.engine import start, vllm_server
 from tests.engine.vllm_server import CHUNK, FAULTY, IN_PROCESS, OFFLOADING, Server
 
-#: {fault: the allowed exit codes}. `one_bit:N` flips bit N of one loaded element. Bits 30 to 23 are the exponent.
+#: The allowed exit codes of each fault. `one_bit:N` flips bit N of one loaded element. Bits 30 to 23 are the exponent.
 FAULTS = {
     "": (0,),
     "two_chunks_swapped": (0, 1),  # only the last bits differ, because attention adds in another order
@@ -146,7 +146,7 @@ def write_adapter(folder: Path) -> None:
 def prefill_decode(folder: Path) -> bool:
     faulty = {"kv_connector": "FaultyNixl", "kv_connector_module_path": "kvfix_engine_verify_vllm"}
     with vllm_server.pair(folder, "off", **faulty) as pair:
-        # Few requests, because NIXL polls slowly.
+        # This trial sends few requests, because NIXL polls slowly.
         small = (pair.url, "--decode", pair.decode.url, "--requests", "16", "--seconds", "900")
         results = [plant(pair.decode, fault, (expected,), *small) for fault, expected in (("", 0), ("zeros", 1))]
     return all(results)

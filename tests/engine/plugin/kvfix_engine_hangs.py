@@ -1,4 +1,4 @@
-"""Plant hangs at the places of known hangs in a real engine. All but `abort_comes_first` begin when SPOIL exists."""
+"""Plant known hangs in a real engine. Each hang except `abort_comes_first` begins when the file SPOIL exists."""
 
 import ctypes
 import os
@@ -85,9 +85,9 @@ def hook_waits(connector: Any) -> None:
     _before(connector.worker_adapter, "create_recorded_event", lambda: read(reading, buffer, 1))
 
 
-#: {name of the hang: function that plants the hang in this connector}
+#: For each hang, the function that plants the hang in a connector.
 HANGS: dict[str, Callable[[Any], None]] = {
-    # the worker's thread that answers lookups ends (as after an uncaught exception), or waits for ever in a lookup
+    # the worker's lookup thread ends as after an uncaught exception (first hang), or waits for ever (second hang)
     "lookup_thread_ends": lambda connector: _before(connector._lmcache_engine.lmcache_engine, "lookup", sys.exit),
     "lookup_thread_waits": lambda connector: _before(
         connector._lmcache_engine.lmcache_engine, "lookup", threading.Event().wait
