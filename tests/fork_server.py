@@ -1,4 +1,4 @@
-"""Fork a process that has imported vLLM (preloaded.py). A fork runs one program, or it starts further forks.
+"""Fork a process that has imported vLLM (preloaded.py). Each fork runs one program, or starts further forks.
 
 A fork saves 12 s of imports. EngineCore and the workers of an engine are forks too, although vLLM for the CPU starts
 new processes by default (cpu.py 0.32.0:409). Programs that must start and end like a user's program are not forked.
@@ -25,9 +25,9 @@ from tests import quick
 
 FORK = multiprocessing.get_context("fork")
 CONTEXT = multiprocessing.get_context("forkserver")
-#: Variables that a process reads only once, so the tests set them before the forks.
+#: A process reads these variables only once, so the tests set the variables before the forks.
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-#: The Hugging Face cache. The cache holds each model that a test of vLLM or LMCache uses (maintain/peers.py).
+#: A Hugging Face cache with each model that the test suites of vLLM and LMCache use (maintain/peers.py).
 HUB = Path(__file__).parent.parent / ".cache/peers/hub"
 #: In a program with this environment variable, vLLM forks EngineCore and the workers.
 FORK_WORKERS = "KVFIX_TEST_FORK"
@@ -96,7 +96,7 @@ def run_program(arguments: list[str], environment: dict[str, str], folder: str, 
 
 
 def serve(connection: Connection, first: str, environment: dict[str, str]) -> None:
-    """Run each job in a fork, and send the job's result. first: Python code to run before the first fork."""
+    """Run each received job in a fork, and send the job's result. first: Python code to run before the first fork."""
     set_environment(environment)
     sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
     assert not any(name.startswith(("lmcache", "kvfix")) for name in sys.modules)
@@ -115,7 +115,6 @@ def set_environment(environment: dict[str, str]) -> None:
 
 
 def _forked(job: dict[str, str]) -> dict[str, Any]:
-    """Run the job's `code` in a fork, with `lmcache` first on sys.path. Return the code's result, error and output."""
     here, there = multiprocessing.Pipe(duplex=False)
     with tempfile.TemporaryFile() as printed:
         pid = os.fork()

@@ -1,4 +1,4 @@
-"""Help tests to play a healthy schedule twice. A fix or a patch must not change the events of the schedule."""
+"""Help tests to play schedules without injected faults. A fix or a patch must not change the events of a schedule."""
 
 from importlib import import_module
 from typing import Any
@@ -9,17 +9,17 @@ from tests.conftest import ADAPTER
 
 
 def changing(connector: str) -> list[str]:
-    """Return the codes of fixes that change events even in this connector's healthy schedules."""
+    """Return the codes of fixes that change events even if the connector's schedules have no injected faults."""
     return [fix.code for fix in catalogue.fixes() if connector in fix.changes_healthy]
 
 
 def violated(done: Any) -> list[str]:
-    """Return the violations, without the leak (KVR009) that every release has in every schedule."""
+    """Return all violations except KVR009. In each release, every schedule leaks, so every schedule violates KVR009."""
     return [str(found) for found in done.findings if found.verdict == "violated" and found.code != "KVR009"]
 
 
 def events(done: Any) -> list[tuple[Any, ...]]:
-    """Return all events in order, without the leaks found at the end, which some fixes remove."""
+    """Return all events in order, except `Left`. A `Left` event reports a leak, and some fixes remove leaks."""
     return [(step, *event) for step, event in done.log if type(event).__name__ != "Left"]
 
 

@@ -1,4 +1,4 @@
-"""Import all modules of vLLM that an engine and the lab need, but not LMCache. Tests run in forks of this process."""
+"""Import vLLM, but not LMCache, in the process that fork_server.py forks. Each fork can choose its LMCache release."""
 
 import gc
 import importlib
@@ -9,9 +9,9 @@ MODULES = [
     "vllm.distributed.kv_transfer.kv_connector.factory", "transformers.models.llama.modeling_llama", "tests.conftest",
 ]  # fmt: skip
 
-gc.disable()  # the imports then take a third less time
+gc.disable()  # without garbage collection, the imports take a third less time
 for name in MODULES:
     importlib.import_module(name)
 gc.collect()
-gc.freeze()  # otherwise a garbage collection in a fork visits these objects, and so copies their memory
+gc.freeze()  # without freeze(), a garbage collection in a fork visits all objects, and so copies their memory
 gc.enable()

@@ -1,6 +1,7 @@
 """`make quick` (pytest --quick) leaves out each test that imports torch, or starts a program that imports torch.
 
-vLLM and LMCache import torch first. without_torch/torch.py replaces torch, and skips the test or ends its program.
+vLLM and LMCache import torch. In place of torch, Python imports without_torch/torch.py. This file skips the test, or
+ends the program that the test started.
 """
 
 import os
@@ -14,12 +15,13 @@ from typing import Any
 import pytest
 
 WHY = "imports torch, vLLM or LMCache"
-#: pytest does not collect these tests. Most run engines, build a release or the docs, or read all releases.
+#: With --quick, pytest ignores these paths. Most of their tests run engines, build a release or the docs, or read all
+#: releases.
 LEFT_OUT = (
     "docs", "dump", "engine", "look", "release", "upstream", "commands/test_mcp.py", "diagnose/test_memory.py",
     "doctor/test_releases.py", "engine_state/test_look.py", "runtime/test_releases.py",
 )  # fmt: skip
-#: This variable names a file that a program creates when the program imports torch. The name ends in pytest's pid.
+#: This variable holds the path of a file that a program creates when importing torch. The path ends in pytest's pid.
 VARIABLE = "KVFIX_TEST_WANTS_TORCH"
 #: The folder that comes first on PYTHONPATH in programs that tests start.
 SITE = Path(__file__).with_name("without_torch")
@@ -47,7 +49,7 @@ def skip() -> None:
 
 
 def skip_if_wanted() -> None:
-    """Skip the test if one of its programs ended at the import of torch."""
+    """Skip the test if a program of the test has ended because the program imported torch."""
     with suppress(KeyError, FileNotFoundError):
         os.unlink(os.environ[VARIABLE])
         pytest.skip(WHY)

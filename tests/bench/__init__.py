@@ -1,11 +1,11 @@
-"""The benches that `make bench` runs (__main__.py)."""
+"""`make bench` runs the other modules of this folder (__main__.py)."""
 
 from math import inf
 from typing import NamedTuple
 
 
 class Row(NamedTuple):
-    """A promise and its measured value, in `unit`. context: other values of the run, for comparison."""
+    """A promised limit and the measured value, both in `unit`. context: further values of the run, for comparison."""
 
     what: str
     measured: float

@@ -1,4 +1,4 @@
-"""`make bench` measures every speed that kvfix promises, relative to another tool or to unpatched code, in one run.
+"""`make bench` measures all speeds and memory sizes that kvfix promises, in one run.
 
     python -m tests.bench [NAME ...]
 
@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def measured(names: list[str], failed: list[str]) -> Iterator[Row]:
-    """Yield each row as soon as it is measured, until ctrl-c. If a bench fails, append its name to `failed`."""
+    """Yield each row when the row is measured, until ctrl-c. If a bench fails, append the bench's name to `failed`."""
     for name in names:
         print(f"measuring {name} ...", file=sys.stderr)
         try:

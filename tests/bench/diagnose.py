@@ -1,7 +1,7 @@
-"""Measure memory and time of kvfix-diagnose on one core. The unit of time is a Python search for the texts NEEDLES.
+"""Measure memory and time of kvfix-diagnose on one core. The time is divided by the time of a search in Python.
 
 A "life" is the log of an engine from start to end. kvfix-diagnose reads lives, a sparse log and a stream of 200 MB. In
-the sparse log, 99 of 100 lines mean nothing to kvfix-diagnose. The start of Python does not count as processor time.
+the sparse log, 99 of 100 lines mean nothing to kvfix-diagnose. The time does not include Python's start.
 """
 
 import json
@@ -26,10 +26,10 @@ FIXTURES = ("healthy-0.5.6", "crash-0.3.10", "mp-0.5.6", "degraded-0.5.6")
 OWN = re.compile(rb"(\b\d+-[0-9a-f]{8}\b(?!-)|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)")
 MEGABYTES = 48
 ROUNDS = 5
-#: Limits of the time for lives of engines, and for a sparse log. The unit is the time that the Python search takes.
+#: Limits of the time for lives, and for the sparse log. The unit is the time of a search for NEEDLES in Python.
 REAL, SPARSE = 4, 0.5
 GIGABYTES = 0.2
-#: Lines that mean nothing to kvfix-diagnose: vLLM's access log, and its log of requests.
+#: Lines of vLLM's access log and request log. These lines mean nothing to kvfix-diagnose.
 OTHERS = [
     '(APIServer pid=7) INFO:     10.0.{0}.7:{1} - "POST /v1/chat/completions HTTP/1.1" 200 OK\n',
     "(APIServer pid=7) INFO 11-21 10:01:02 [logger.py:39] Received request chatcmpl-{0:016x}{1:016x}: params: "
@@ -72,7 +72,7 @@ def measure() -> Iterator[Row]:
 
 
 def sparse() -> Iterator[bytes]:
-    """Yield lines of engines, each after 99 lines from OTHERS. These 99 lines have as many bytes as 75 engine lines."""
+    """Yield each line of an engine after 99 lines from OTHERS. The 99 lines have as many bytes as 75 engine lines."""
     for life in lives("healthy-0.5.6", (MEGABYTES << 20) // 75):
         for number, line in enumerate(life.splitlines(keepends=True)):
             for other in range(99 * number, 99 * number + 99):

@@ -1,7 +1,8 @@
-"""Measure the lab's time and memory with all checks, on one core and after imports. Also measure `shrink` (fuzz.py).
+"""Measure the time and memory that the lab takes to play schedules, and the time of `shrink` (fuzz.py).
 
-The lab's time is divided by the time that vLLM's scheduler takes with LMCache's connector for the same steps. The time
-to shrink a schedule is divided by the time to play the schedule once.
+The lab runs with all checks, on one core. Imports do not count. The bench divides the lab's time by the time that
+vLLM's scheduler takes with LMCache's connector for the same steps. The bench divides the time to shrink a schedule by
+the time to play the schedule once.
 """
 
 from collections.abc import Iterator
@@ -39,7 +40,7 @@ with runner.applied(False), patched:
 """
 #: The bench measures memory after each of these numbers of steps. The first steps fill caches and the allocator.
 FEW, MANY = 10_000, 40_000
-#: This code measures memory in a run with the fixes in mode `check`, like the nightly run.
+#: This code measures memory. As in the nightly run, the lab plays with the fixes in mode `check`.
 MEMORY = """
 import gc, math, os
 from kvfix_tools.lab import runner

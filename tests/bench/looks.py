@@ -1,9 +1,9 @@
-"""Measure `kvfix look`, which looks once a second, a thousand times, at a busy engine that was started without kvfix.
+"""Measure 1000 looks of `kvfix look`, one per second, at a busy engine that was started without kvfix.
 
-No look may find anything wrong, and every round of the same requests must have equal answers. The engine and `kvfix
+No look may find anything wrong. All rounds send the same requests, and must get equal answers. The engine and `kvfix
 look` have one core each, and the engine has one thread for kernels. The bench measures how long a look stops a thread
-of the engine, without waits for a core. If `kvfix look` uses more processor time for the stop, this time counts. The
-bench also measures the processor time of the code that `kvfix look` runs in the engine's main thread.
+of the engine, without waits for a core. If the looker's processor time is longer, the bench counts the processor time.
+The bench also measures the processor time of the code that `kvfix look` runs in the engine's main thread.
 """
 
 import os
@@ -25,7 +25,7 @@ from tests.engine import start
 LOOKS = 1000
 PAUSE = 1.0  # seconds between two looks
 ENGINE, LOOKER = 0, 1  # the engine's core and the looker's core
-#: The engine runs this code, which runs the injected program and then writes the program's processor time.
+#: The engine runs this code. The code runs the injected program, and writes the program's processor time to a file.
 _TIMED = """
 import time
 began = time.thread_time()
@@ -70,7 +70,7 @@ def measure() -> Iterator[Row]:
                         os.sched_setaffinity(int(thread.name), {ENGINE})
                 os.sched_setaffinity(0, {LOOKER})
                 looker = looking.Looker(tree, full=False)
-                looker.look()  # the first look brings kvfix's modules into the engine
+                looker.look()  # the first look imports kvfix's modules in the engine
                 for file in (stopped, run):
                     file.write_text("")
                 seconds.append(time.monotonic())

@@ -1,9 +1,9 @@
-"""Measure the workload of the first bug report: `vllm serve` with LMCache on the CPU, and eight clients at a time.
+"""Measure `vllm serve` with LMCache on the CPU, and eight clients at a time, as in the first bug report.
 
 vLLM preempts requests, because prompts are random, blocks are few, and prefill is chunked. A server in mode `strict`
 must answer every request. Then the clients ask three servers in turn: without kvfix, in mode `fix`, in mode `check`. A
-step takes 8 ms with the small model, and 10 to 50 ms with a real model. kvfix's time does not depend on the model. The
-scheduler and the worker are in one process, as with one GPU.
+step takes 8 ms with the small model, and 10 to 50 ms with a real model. kvfix's time per step does not depend on the
+model. The scheduler and the worker are in one process, as with one GPU.
 
 The four servers take nine minutes on two otherwise idle cores. Each server computes with one thread. Several threads
 would spin while they wait for one another, and the bench would mostly measure these waits.
@@ -28,15 +28,15 @@ from tests.engine.vllm_server import Server, ask_all
 
 #: Number of prompts for the server in mode `strict`.
 PROMPTS = 96
-#: SHORT: prompts in a run of the clients. TURNS: measured runs of each server, after one run that warms the server up.
+#: SHORT: prompts in one run. TURNS: measured runs of each server. Before these runs, one run warms the server up.
 #: The speed of a shared host changes by a third within seconds. So the servers take turns in many short runs.
 SHORT, TURNS = 16, 60
-#: Number of tokens of a prompt, and of generated tokens. 32 blocks of 32 tokens hold only two such requests.
+#: INPUT: tokens of a prompt. OUTPUT: tokens of an answer. The 32 free blocks of 32 tokens hold only two requests.
 INPUT, OUTPUT = 300, 40
 SIZES = {"num-gpu-blocks-override": 33, "max-num-batched-tokens": 352}
 
 PREEMPTIONS = "vllm:num_preemptions_total"
-#: Maximum percent of the time that kvfix may take, in each mode.
+#: For each mode, the maximum percentage of the requests' time that kvfix may take.
 BUDGET = {"fix": 1, "check": 3}
 #: All orders of the servers, because a server that has just run is faster than a server that has rested.
 ORDERS = list(permutations(("", *BUDGET)))
@@ -99,7 +99,7 @@ def in_all_orders(runs: list[float]) -> list[float]:
 
 @contextmanager
 def running(folder: Path, mode: str, **settings: str) -> Iterator[Server]:
-    """Yield a running server with kvfix in this mode ("": without kvfix). settings: variables of the environment."""
+    """Yield a running server with kvfix in this mode ("": without kvfix). settings: environment variables."""
     server = Server(
         folder / (mode or "plain"), in_process(64), mode, ["--no-scheduler-reserve-full-isl"], subprocess.Popen,
         KVFIX_TEST_REAL_CONNECTOR="", **settings,

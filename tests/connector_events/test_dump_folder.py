@@ -70,7 +70,7 @@ def test_a_child_removes_nothing_of_its_parent(shared: Path) -> None:
 
 
 def test_a_crash_loop_does_not_fill_the_folder(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder needs a limit for all files, because each process of a crash loop has a new pid and its own files."""
+    """kvfix limits the files of all processes together, because each process of a crash loop has a new pid."""
     monkeypatch.setattr(recorder, "FILES_OF_ALL", 6)
     own = shared / OWN
     own.mkdir(mode=0o700)

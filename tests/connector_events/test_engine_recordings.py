@@ -18,7 +18,7 @@ from tests import late
 from tests.conftest import RELEASES, Once
 from tests.connector_events.conftest import Replayed
 
-#: {node: (seconds by which its monotonic clock is ahead, seconds by which its wall clock is ahead)}
+#: For each node, the seconds by which the node's monotonic clock and wall clock are ahead.
 CLOCKS = {"n0": (0.0, 0.0), "n1": (5000.0, -3.0), "n2": (-700.0, 40.0)}
 Lines = dict[str, Any]
 
@@ -33,7 +33,7 @@ def recorded(connector: str) -> str:
 def on_node(
     path: Path, head: Lines, connectors: list[Lines], events: list[Lines], node: str, clocks: tuple[float, float]
 ) -> Path:
-    """Write a recorder file of a process on this node. clocks: seconds by which the node's two clocks are ahead."""
+    """Write a recorder file of a process on `node`. clocks: seconds by which monotonic and wall clock are ahead."""
     mono, wall = (int(seconds * 1e9) for seconds in clocks)
 
     def moved(line: Lines) -> Lines:
@@ -46,7 +46,7 @@ def on_node(
 
 
 def assert_between(clock: Any, true: float) -> None:
-    """Assert that the clock's bounds contain its estimate and `true`. true: seconds by which the clock is ahead."""
+    """Assert that the clock's bounds contain the estimate and `true`: the seconds by which the clock is ahead."""
     assert clock.low <= clock.ahead <= clock.high
     assert clock.low <= int(true * 1e9) <= clock.high
 
@@ -112,7 +112,7 @@ def test_both_roles_in_one_process(split: Split, tmp_path: Path) -> None:
 
 
 def test_the_order_comes_from_the_ledger(files: dict[str, Path], split: Split) -> None:
-    """By the wall clocks alone, a rank's loads come seconds before the scheduler's steps, or long after the steps."""
+    """If kvfix sorted by wall clocks, a rank's loads would be before the scheduler's steps, or long after the steps."""
     engine = engine_of(list(files.values()))
     for boot, clock in engine.clocks.items():
         assert_between(clock, CLOCKS[boot.rpartition(" ")[2]][0] - CLOCKS["n0"][0])
@@ -201,7 +201,7 @@ def test_without_common_events_wall_clocks_are_compared(files: dict[str, Path], 
 
 
 def sequence(text: str) -> list[ev.Event]:
-    """Return events. "A": request A loads. "a": request a stores. "2": request B is aborted. "-": another event."""
+    """Return an event per character: "A": request A loads; "a": request a stores; "2": B is aborted; "-": any other."""
     made: list[ev.Event] = []
     for letter in text:
         if letter == "-":
@@ -213,7 +213,7 @@ def sequence(text: str) -> list[ev.Event]:
     return made
 
 
-#: (case, scheduler's events, rank's events, paired events, [(differing event, RankDiffers.told)], unknown loads)
+#: (case, scheduler's events, rank's events, paired events, [(differing request, RankDiffers.told)], unknown loads)
 CASES = [
     ("the same", "AaBb", "AaBb", "AaBb", [], 0),
     ("other events between", "-Aa--B-b", "A-aBb-", "AaBb", [], 0),

@@ -21,7 +21,7 @@ from tests.connector_events.conftest import Replayed
 
 
 def play_all(path: str) -> dict[str, Any]:
-    """Play the scenario in every mode. kvfix leaves its recorder files and reports in the folder `path`."""
+    """Play the scenario in every mode. kvfix writes recorder files and reports into the folder `path`."""
     folder, scenario = Path(path), find("mismatch-in-tokens-to-load")
     answer: dict[str, Any] = {}
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory as factory
@@ -81,7 +81,7 @@ def play_all(path: str) -> dict[str, Any]:
 
 
 def bounded(play: Any, folder: Path) -> Any:
-    """Exceed the recorder's limits for events and files. Return kept events, file size, last event, and kept files."""
+    """Exceed the recorder's limits. Return the kept events, the last file's size and last event, and the kept files."""
     play("observe", "bounded")
     from kvfix.connector_events import recorder
     from kvfix.ledger import events
@@ -128,7 +128,6 @@ def of_check(folder: Path, ending: str) -> list[Path]:
     ],
 )
 def test_end_and_files_of_each_mode(mode: str, died: str, recorders: int, reports: int, played: dict[str, Any]) -> None:
-    """Only mode `strict` changes how the engine ends. Only the owner can read the files."""
     found = played[mode]
     assert found["died"].startswith(died)
     assert bool(found["died"]) is bool(died)
@@ -138,7 +137,7 @@ def test_end_and_files_of_each_mode(mode: str, died: str, recorders: int, report
 
 
 def test_a_revert_restores_hooks_factory_and_signal(played: dict[str, Any]) -> None:
-    """kvfix handles the signal only if the process has no handler of its own for the signal."""
+    """kvfix handles SIGUSR2 only if the process has no handler for SIGUSR2."""
     assert played["reverted"] == [[False] * 3, [True] * 3]
     assert (played["signals"], played["ready left"]) == ([True, True], [])
 
@@ -170,7 +169,7 @@ def test_the_report(folder: Path, played: dict[str, Any]) -> None:
 
 
 def test_no_token_is_written(folder: Path, played: dict[str, Any]) -> None:
-    """No file has a list of more than eight numbers. So no file has a prompt, because each prompt is longer."""
+    """Each prompt has over eight tokens. No file has a list of more than eight numbers, so no file has a prompt."""
     for path in [*folder.rglob("*.jsonl"), *folder.rglob("*.txt")]:
         assert not re.search(r"(\d+, ?){8}", path.read_text()), path
 

@@ -1,4 +1,4 @@
-"""A real prefill and decode pair answers as one plain engine does. After a kill, no answer is wrong."""
+"""Real prefill and decode engines answer as one engine without a connector does. After a kill, no answer is wrong."""
 
 import itertools
 import os
@@ -24,7 +24,7 @@ from tests.engine.vllm_server import Pair, Request, Server, ask, ask_all, post
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 LOAD, KILLED = (200, 16) if "KVFIX_TEST_LONG" in os.environ else (40, 12)
-#: Seconds for which prefill keeps blocks. On a busy host decode may read later than vLLM's default of 30 s.
+#: Seconds for which prefill keeps blocks. On a busy host, decode may need more than vLLM's default of 30 s.
 LEASE = 120
 #: Maximum number of starts of both engines. The fixture `pair` starts both engines again if the handshake is late.
 STARTS = 4
@@ -83,13 +83,12 @@ def findings(engine: Server) -> set[str]:
 
 
 def computed(engine: Server) -> dict[str, float]:
-    """Return {source: number of prompt tokens whose KV came from this source}."""
+    """Return for each source the number of prompt tokens whose KV came from the source."""
     sources = ("local_compute", "local_cache_hit", "external_kv_transfer")
     return {source: engine.metric("vllm:prompt_tokens_by_source_total", source=source) for source in sources}
 
 
 def test_equal_answers(pair: Pair, expected: Answers) -> None:
-    """NIXL transfers exactly the bytes of all blocks of the prompts."""
     asked = ROUNDS["load"]
     tokens, blocks = sum(len(each) for each, _ in asked), sum(-(-len(each) // BLOCK) for each, _ in asked)
     assert ask_all(pair.url, asked[1:]) == expected["load"][1:]
@@ -120,7 +119,7 @@ def test_equal_answers(pair: Pair, expected: Answers) -> None:
 
 
 def test_a_lease_that_is_not_returned(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without prefill's host, decode cannot return the lease. Only both recordings together show the violation."""
+    """Without prefill's host, decode cannot return the lease. Only a replay of both recordings shows the violation."""
     tokens, count = prompt(100, next(SEEDS)), 4
     params = post(pair.prefill.url, (tokens, 1), kv_transfer_params={"do_remote_decode": True})["kv_transfer_params"]
     del params["remote_host"]
@@ -138,7 +137,7 @@ def test_a_lease_that_is_not_returned(pair: Pair, capsys: pytest.CaptureFixture[
 
 
 def test_the_kv_of_another_prompt(pair: Pair, expected: Answers) -> None:
-    """As a negative control, decode reads the KV of another prompt of equal length. Then decode's answer differs."""
+    """Negative control: if decode reads the KV of another prompt, decode's answer is wrong."""
     (((tokens, count),), (right,)) = ROUNDS["crossed"], expected["crossed"]
     other = prompt(len(tokens), next(SEEDS))
     params = post(pair.prefill.url, (other, 1), kv_transfer_params={"do_remote_decode": True})["kv_transfer_params"]
@@ -146,7 +145,7 @@ def test_the_kv_of_another_prompt(pair: Pair, expected: Answers) -> None:
 
 
 def killed(pair: Pair, dies: Server, asked: list[Request], right: list[list[int]]) -> None:
-    """Kill the server `dies` before the paused decode reads KV. Each client must get the right answer or an error."""
+    """Pause decode, and kill the server `dies`. Each client must get the right answer or an error."""
     ended = "vllm:request_success_total"
     before = pair.prefill.metric(ended)
     with ThreadPoolExecutor(1) as clients:
@@ -166,7 +165,7 @@ def verdicts(engine: Server) -> list[standstill.Verdict]:
 
 
 def test_prefill_is_killed(pair: Pair, expected: Answers) -> None:
-    """UCX reports prefill's death to decode. Decode ends all its reads from prefill, and serves other requests."""
+    """UCX reports prefill's death to decode. Decode then drops all reads from prefill, and serves the next request."""
     killed(pair, pair.prefill, ROUNDS["prefill"], expected["prefill"])
     assert verdicts(pair.decode) == []
     assert pair.decode.metric("vllm:num_requests_waiting") == pair.decode.metric("vllm:num_requests_running") == 0
@@ -177,7 +176,7 @@ def test_prefill_is_killed(pair: Pair, expected: Answers) -> None:
 
 @pytest.mark.skipif("KVFIX_TEST_LONG" not in os.environ, reason="minutes more: KVFIX_TEST_LONG=1 runs it")
 def test_decode_is_killed(pair: Pair, expected: Answers) -> None:
-    """Start prefill again, and kill decode. Prefill keeps the blocks until the lease ends."""
+    """If decode is killed, prefill keeps the unread blocks until the lease expires."""
     pair.prefill.kill()
     with pair.prefill.running(**vllm_server.FEW_BLOCKS) as prefill:
         assert ask_all(pair.url, ROUNDS["prefill"]) == expected["prefill"]

@@ -1,4 +1,4 @@
-"""With speculative decoding, two ranks or sliding windows, engines in mode `check` answer as plain vLLM does."""
+"""With speculative decoding, two ranks or sliding windows, LMCache and kvfix in mode `check` change no answer."""
 
 import importlib.metadata
 import json
@@ -24,8 +24,8 @@ from tests.engine.start import CROWD, ENGINE, Ran, prompt
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 DRAFTS, ACCEPTED = "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens"
-ANSWERS = [(prompt(200, seed), 70) for seed in range(21, 25)]  # four prompts of three chunks, answers of one chunk
-#: Two rounds send ANSWERS. In the third round, each prompt is a prompt of ANSWERS followed by its answer.
+ANSWERS = [(prompt(200, seed), 70) for seed in range(21, 25)]  # a prompt fills three chunks, the answer a fourth
+#: Two rounds send ANSWERS. In the third round, each prompt is a prompt of ANSWERS and the model's answer.
 TURNS = [ANSWERS, ANSWERS, [(each, 8) for each in range(len(ANSWERS))]]
 NGRAM: dict[str, Any] = {
     "rounds": TURNS,
@@ -74,7 +74,7 @@ class Engines:
         return start.run(self.folder / name, True, start.v1(64, **settings), mode="check", **job)
 
     def on_server(self, name: str, job: dict[str, Any], mix_before: int = -1, **settings: Any) -> Ran:
-        """Run an engine with an `lmcache server`. After the first round, all hits come from the server's L2."""
+        """Run an engine with an LMCache server. After the first round, all hits come from the server's L2 cache."""
         extra = {f"lmcache.mp.{key}": value for key, value in settings.items()}
         extra |= self.transfer["kv_connector_extra_config"]
         before = {number: [["empty_l1", self.http]] for number in range(1, len(job["rounds"]))}
@@ -121,7 +121,7 @@ PLACES = pytest.mark.parametrize("place", ["on_server", "in_process"])
 def test_speculative_decoding(place: str, engines: Engines) -> None:
     ran = getattr(engines, place)(f"ngram-{place}", NGRAM, save_decode_cache=True)
     assert_loaded(ran, engines.plain(NGRAM))
-    # vLLM accepted some drafts, and rejected others. LMCache also loaded the fourth chunk, which has generated tokens.
+    # vLLM accepted some drafts and rejected some. LMCache also loaded the fourth chunk, which has generated tokens.
     assert 0 < ran.answer["counters"][ACCEPTED] < ran.answer["counters"][DRAFTS]
     granted = [line["tokens"] for line in ran.notes if line["what"] == "grant"]
     assert granted[-len(ANSWERS) :] == [256] * len(ANSWERS)
@@ -133,7 +133,7 @@ def test_two_ranks(place: str, engines: Engines) -> None:
 
 
 def test_sliding_windows(engines: Engines) -> None:
-    """Exchange bytes between the L2's chunks before the third round. Then the answers of the third round differ."""
+    """Negative control: if chunks in L2 exchange their bytes before the third round, the answers change."""
     third = {**WINDOWS, "rounds": [*WINDOWS["rounds"], CROWD]}
     ran = engines.on_server("windows", third, mix_before=2, mp_transfer_mode="lmcache_driven")
     assert "group_tokens_per_block=[32, 32, 32]" in ran.log

@@ -24,13 +24,13 @@ pytest.importorskip("ray", reason="ray is not installed here: its engine is not 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 RANKS = 2
-#: Variables of all processes. Without RAY_AUTH_MODE, a token in ~/.ray makes the head node refuse the other node.
+#: Environment of all processes. Without RAY_AUTH_MODE, a token in ~/.ray makes the head node refuse the second node.
 RAY = {"KVFIX_TEST_RAY": "1", "RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
 
 
 @contextmanager
 def cluster(folder: Path) -> Iterator[tuple[str, list[int]]]:
-    """Yield the address and the nodes' pids. Retry after Ray's 30 s timeout (ray/_private/node.py 2.60.0:428)."""
+    """Yield the address and the nodes' pids. Retry if a node needs over 30 s (ray/_private/node.py 2.60.0:428)."""
     for _ in range(3):
         with ExitStack() as stack:
             sockets, port = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvfix-ray-")), free_port()
@@ -91,7 +91,7 @@ def test_two_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     engine = ran.assert_healthy(RANKS)
     assert engine.missing == []
     assert all(compared.pairs for compared in engine.compared.values())
-    # Each dump has all processes of the engine, although some are not children of the dumped process.
+    # Each dump has all processes of the engine, although some processes are not children of the dumped process.
     for found in dumps:
         rows = {row["pid"]: row for row in found["processes"]}
         assert len({rank for row in rows.values() for rank in row["ranks"]}) == RANKS + 1, found

@@ -1,4 +1,4 @@
-"""Check verdicts on states of the lab's real scheduler and connectors. States that the lab lacks are handwritten."""
+"""Check verdicts on states of vLLM's scheduler in the lab. States that the lab cannot reach are handwritten."""
 
 import copy
 from dataclasses import replace
@@ -125,7 +125,7 @@ def test_every_step_waits_for_a_lookup(rank: dict[str, Any], why: str, locked_ou
     assert found.code == "KVD203"
     assert found.message.startswith(f"the scheduler waits 3 s for each lookup; {why}")
     assert show.fixes(found, states[-1:]) == ["KVF015"]
-    assert not [each for each in verdicts(looks(states, 2)) if each.code == "KVD203"]  # too short for this verdict
+    assert not [each for each in verdicts(looks(states, 2)) if each.code == "KVD203"]  # 2 s are too short for KVD203
     states[1]["scheduler"]["steps"] = 40
     assert not [each for each in verdicts(looks(states, 7)) if each.code == "KVD203"]
 
@@ -221,7 +221,7 @@ SESSION = Waiting("s", OUTSIDE, holds=4)
         # a request runs, so the unknown values do not matter
         ("valid", {"running": 1, "in_flight": None, "free": None}),
         ("unknown", {"waiting": (replace(FIRST, needs=None),)}),
-        # in these three cases, a session (OUTSIDE) waits for its client
+        # in the next three cases, a session (OUTSIDE) waits for its client
         ("valid", {"waiting": (Waiting("r", OUTSIDE),)}),
         ("valid", {"waiting": (*STUCK.waiting, SESSION)}),
         ("violated", {"waiting": (*STUCK.waiting, replace(SESSION, holds=3))}),

@@ -21,7 +21,7 @@ from tests.conftest import RELEASES, Once, answers
 from tests.engine_state import wedged
 
 STEP = 5.0  # seconds by which each step advances the clock; twelve steps make the limit of 60 s
-#: A function `step` whose file has the name of EngineCore's file. `step(call)` runs `call` as in a step of EngineCore.
+#: `step(call)` runs `call`. The watchdog takes `step` for a step of EngineCore, because the file has this name.
 _CORE: dict[str, Any] = {}
 exec(compile("def step(call):\n    return call()", "/vllm/v1/engine/core.py", "exec"), _CORE)
 
@@ -64,7 +64,7 @@ def wedge(name: str) -> dict[str, Any]:
     watchdog._TRIES = watchdog._STANDS = 10_000  # on a busy host, `_look` may need more tries until a step ends
     dog, reports = watchdog.Watchdog(0.5), logged_reports()
 
-    def wait(_: float) -> bool:  # wait for five steps, however long they take on a busy host
+    def wait(_: float) -> bool:  # wait for five steps, because steps may be slow on a busy host
         until = engine.steps + 5
         while engine.steps < until and not dog.stopped.is_set():
             time.sleep(0.001)
@@ -73,7 +73,7 @@ def wedge(name: str) -> dict[str, Any]:
     vars(dog.stopped)["wait"] = wait
     thread = watchdog.threading.Thread(target=dog.run)
     thread.start()
-    while not reports and engine.steps < 1_000_000:  # this main thread makes steps, as EngineCore's does
+    while not reports and engine.steps < 1_000_000:  # the main thread makes steps, as in EngineCore
         engine.step()
     dog.stopped.set()
     thread.join()

@@ -1,4 +1,4 @@
-"""Make engines of the lab, in a process with vLLM. `python -m tests.engine_state.wedged NAME` runs one in a loop."""
+"""Make engines of the lab that hang or work. `python -m tests.engine_state.wedged NAME` runs one engine in a loop."""
 
 import json
 import sys
@@ -54,7 +54,7 @@ def locked_out_engine() -> Any:
 
 
 def arrivals() -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Return {request: time of arrival in seconds since 1970}, and the requests of a look."""
+    """Return each request's arrival time in seconds since 1970, and the requests' rows in a look."""
     engine = locked_out_engine()
     rows = look(engine)["scheduler"]["requests"]
     return {name: request.arrival_time for name, request in engine.requests.items()}, rows
@@ -127,7 +127,7 @@ def healthy(connector: str, steps: int) -> list[dict[str, Any]]:
 
 
 def planted_fault() -> dict[str, Any]:
-    """Return the state of a scheduler that lacks an attribute, as in another release. `collect` must not raise."""
+    """Return the state of a scheduler without an attribute. `collect` must read unknown releases without an error."""
     engine = _engine(MP)
     engine.admit("r", prompt(200), max_tokens=4)
     engine.step()
@@ -143,7 +143,7 @@ def with_recorder() -> dict[str, Any]:
 
 
 def asked_and_needed(windows: tuple[int, ...], reserve: bool) -> list[tuple[int | None, int]]:
-    """Count needed blocks at each try to admit a request while none runs. Return [(kvfix's count, vLLM's count)]."""
+    """If no request runs, count the blocks that a request needs. Return pairs: kvfix's count and vLLM's count."""
     engine = _engine(replace(MP, delay=2, num_blocks=72, windows=windows, max_num_batched_tokens=128))
     scheduler, found = engine.scheduler, []
     scheduler.scheduler_reserve_full_isl = reserve

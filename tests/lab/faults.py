@@ -1,4 +1,4 @@
-"""Raise errors at random lines of fixes while the lab plays. Run this file as `python -m tests.lab.faults DRAWS`."""
+"""While the lab plays schedules, raise errors at random lines of fixes: `python -m tests.lab.faults DRAWS`."""
 
 import ast
 import functools
@@ -22,7 +22,7 @@ from kvfix_tools.lab.scenario import Scenario, find
 from tests import late
 
 Function = Callable[..., Any]
-#: (file, number of a line)
+#: (path of a source file, line number)
 Line = tuple[str, int]
 
 
@@ -31,7 +31,7 @@ class Fault(Exception):
 
 
 class Plan:
-    """Counts runs of each line of the fix `code`. Raises at run number `time` of `line`. always: also at later runs."""
+    """Counts runs of each line of the fix `code`. Raises at run number `time` of `line`. always: raises later, too."""
 
     def __init__(self, code: str = "", line: Line | None = None, time: int = 0, always: bool = False) -> None:
         self.code, self.line, self.time, self.always = code, line, time, always
@@ -56,7 +56,7 @@ class Plan:
         return self.at
 
     def _is_passed(self, frame: Any, where: Line) -> bool:
-        """Return True if `Plan` must not raise: at `try:`, at a line of `_cannot_fail`, or at a `with` that ends."""
+        """Return True at `try:`, at a line of `_cannot_fail`, and at a `with` line that runs again at the end."""
         text = linecache.getline(*where).strip()
         if text == "try:" or where[1] in _cannot_fail(where[0]):
             return True
@@ -88,7 +88,7 @@ _SAFE = (
 
 @functools.cache
 def _cannot_fail(file: str) -> frozenset[int]:
-    """Return lines at which `Plan` never raises: lines that cannot raise, and `finally` blocks that restore objects."""
+    """Return the numbers of lines that cannot raise, and of lines in `finally` blocks, which must restore objects."""
     tree = ast.parse("".join(linecache.getlines(file)))
     safe = [each for node in ast.walk(tree) if isinstance(node, ast.Try) for each in node.finalbody]
     for node in ast.walk(tree):
@@ -112,7 +112,7 @@ def traced(inner: bool) -> Iterator[None]:
 
 
 def raising(code: str, function: Function, inner: bool = False) -> Function:
-    """Wrap a function of this fix. The wrapper raises at the planned line. inner: the engine calls the function."""
+    """Wrap a function of the fix `code`, in which PLAN may raise. inner: the engine itself calls the function."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -142,7 +142,7 @@ def _steps(steps: Generator[Any, Any, Any], inner: bool) -> Generator[Any, Any, 
 
 
 def install() -> None:
-    """Replace the functions of `kvfix.wrapping`, so that fixes can raise. No fix may be loaded before this call."""
+    """Replace functions of `kvfix.wrapping`, so that PLAN can raise in fixes. Call `install` before importing fixes."""
     assert "kvfix.fixes.api" not in sys.modules, "a fix is loaded"
     for name in ("before", "after", "around"):
         setattr(wrapping, name, _with_faults(getattr(wrapping, name)))
@@ -159,7 +159,7 @@ def install() -> None:
 
 
 def _inner(value: Any) -> Any:
-    """Wrap a function of a fix that the engine itself will call. Return any other value unchanged."""
+    """Wrap a fix's function, because the engine itself will call the function. Return any other value unchanged."""
     is_traced = getattr(sys.gettrace(), "__self__", None) is PLAN
     is_code = inspect.isfunction(value) and value.__module__.startswith("kvfix.fixes.")
     return raising(PLAN.code, value, inner=True) if is_traced and is_code else value
@@ -176,21 +176,21 @@ def _with_faults(wrap: Function) -> Function:
     return with_faults
 
 
-#: A fix that fails closed may violate these rules: a load is too short, or chunks are not stored or not found.
+#: A fix with `on_fault` "closed" may violate these rules: a load is too short, or chunks are not stored or not found.
 CLOSED = ("LAB002", "LAB004", "LAB006")
-#: Fixes whose failure makes prefill write nothing. Decode then drops the load at a timeout after the schedule's end.
+#: If one of these fixes fails, prefill writes nothing. Decode's timeout for the load is after the schedule's end.
 UNTIL_TIMEOUT = ("KVF321", "KVF322", "KVF323", "KVF352")
 
 
 class Case(NamedTuple):
-    """A schedule, which `play` plays. The result of `play` has `findings`. opt_in: opt-in fixes to apply."""
+    """A schedule. `play` plays the schedule, and returns an object with `findings`. opt_in: opt-in fixes to apply."""
 
     name: str
     play: Function
     opt_in: tuple[str, ...] = ()
 
     def findings(self, fixes: bool = True, skipped: str = "") -> Any:
-        """Play the case, with or without the fixes. skipped: code of a fix that is not applied."""
+        """Play the case with or without fixes, and return the findings. skipped: code of a fix that is not applied."""
         with runner.applied(fixes, only=[code for code in runner.played(*self.opt_in) if code != skipped]):
             return self.play().findings
 
@@ -200,7 +200,7 @@ def of_scenario(scenario: Scenario) -> Case:
 
 
 def cases(fix: Any, seeds: int = 0) -> list[Case]:
-    """Return the scenarios of the fix that can be played here, and `seeds` random schedules for each connector."""
+    """Return the applicable scenarios of the fix, and `seeds` random schedules for each connector of the scenarios."""
     known = [scenario for scenario in map(find, fix.scenarios) if scenario is not None]
     found = [scenario for scenario in known if runner.expected(scenario) != "not-applicable"]
     connectors = dict.fromkeys(scenario.options.connector for scenario in found)
@@ -216,7 +216,7 @@ class Counted(NamedTuple):
 
 
 def counted(fix: Any, case: Case) -> Counted:
-    """Play the case. Return the codes of the findings without the fix, and how often each line of the fix runs."""
+    """Play the case without and with the fix. Return the codes found without the fix, and the runs of fix lines."""
     released = frozenset(found.code for found in (*case.findings(False), *case.findings(skipped=fix.code)))
     with planned(fix.code):
         case.findings()
@@ -224,7 +224,7 @@ def counted(fix: Any, case: Case) -> Counted:
 
 
 def outcome(fix: Any, counted: Counted, line: Line, time: int, always: bool) -> str:
-    """Play the case, and raise at this line of the fix. Return a text with the findings not in `allowed`, or ""."""
+    """Play the case, and raise at `line`. Return a message if a finding is not allowed, else ""."""
     with planned(fix.code, line, time, always):
         found = counted.case.findings()
         raised = PLAN.raised
@@ -240,7 +240,7 @@ def outcome(fix: Any, counted: Counted, line: Line, time: int, always: bool) -> 
 
 
 def faults(draws: int, seed: int = 0, seeds: int = 0, only: Sequence[str] = (), say: Function = lambda _: None) -> Any:
-    """Raise at drawn lines of each fix that has scenarios. Return the number of draws per fix, and worse outcomes."""
+    """Raise at random lines of each fix that has scenarios. Return the draws per fix, and the messages of `outcome`."""
     install()
     from kvfix import catalogue
 

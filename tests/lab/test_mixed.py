@@ -1,4 +1,4 @@
-"""Mixed roll-out: one of two engines has the default fixes. The pair breaks no rule that a pair without fixes keeps."""
+"""In a roll-out, one of two engines has default fixes. The pair violates no rule that a pair without fixes keeps."""
 
 from functools import partial
 from math import inf
@@ -41,7 +41,7 @@ def test_no_finding_that_the_release_does_not_have(connector: str, fixes_in: str
 )
 @answers(also="answer")
 def test_what_an_opt_in_fix_does_in_one_engine(only: list[str], fixes_in: str) -> list[int]:
-    """Two engines share a cache. If only one has KVF017, neither loads the other's stores. Return the loaded tokens."""
+    """If only one of two engines has KVF017, no engine loads the other engine's chunks. Return the loaded tokens."""
     loaded = []
     with late.pair_engine.fixes_in(fixes_in):
         kvfix.apply(only=only)
@@ -94,13 +94,13 @@ def test_the_fixes_act_in_that_engine_alone(connector: str, fixes_in: str) -> li
     [
         # If only one engine has KVF353, the engines count tokens differently. So KVF353 is opt-in.
         ("nixl-pull", 1, "KVF353", [True, True, True]),
-        # With KVF364, requests end earlier, so decode's messages ask for different loads. One shows KVF369's bug.
+        # With KVF364, requests end earlier, and decode's messages change. One message then triggers KVF369's bug.
         ("mooncake-multi", 35, "KVF364", [True, False, False]),
     ],
 )
 @answers(also="answer")
 def test_a_fix_in_prefill_alone(connector: str, seed: int, code: str) -> list[bool]:
-    """Return [violations exist, at least one occurs only with the fix, all of them occur only with the fix]."""
+    """Return whether violations exist, whether the fix causes any violation, and whether the fix causes all of them."""
     run = late.Run(connector, True, fixes_in="prefill")
     (schedule,) = run.schedules([seed])
     with late.pair_engine.fixes_in("prefill"):

@@ -51,7 +51,7 @@ ADDRESS = "tcp://prefill:1"
 
 @answers([True, True], [False, False])
 def test_blocks_are_kept_until_the_last_rank_has_written() -> list[bool]:
-    """With KVF369, only the last prefill rank ends a load. Return [LAB001 is violated, any rule is violated]."""
+    """With KVF369, only the last prefill rank ends a load. Return whether LAB001 and whether any rule is violated."""
     pair = late.Pair(RANKS)
     pair.ask("a", prompt(32, seed=2))
     pair.run()
@@ -78,7 +78,7 @@ def test_blocks_are_kept_until_the_last_rank_has_written() -> list[bool]:
 )
 @answers(also="fixes answer")
 def test_a_request_that_has_loaded_goes_on() -> str:
-    """One message asks for two loads. Prefill writes one load and dies. Return the status of the loaded request."""
+    """Decode asks for two loads. Prefill writes KV for one load and dies. Return the status of the loaded request."""
     pair = late.Pair(replace(RANKS, decode_blocks=60, delay=1))
     steps(
         [do.budget(16), do.ask_at_once("r", prompt(16), 60), do.ask_at_once("s", prompt(200, seed=1)), do.step(8)],

@@ -1,4 +1,4 @@
-"""Test vLLM's offloading connectors: bugs that no scenario plays (KVF334, 335, 370), false findings, and records."""
+"""Test vLLM's offloading connectors: bugs that no scenario plays (KVF334, 335, 370), false findings, and events."""
 
 import os
 from contextlib import suppress
@@ -26,7 +26,7 @@ SIMPLE = SETUPS["simple-offload"].options
 
 @answers([2, 2, "AssertionError", 2], [2, 0, 0, 2])
 def test_no_more_is_stored_than_the_request_allows() -> list[Any]:
-    """The model has a KV group of states. Return for each limit the number of stored blocks or the error."""
+    """The model has a Mamba KV group. Return for each limit in LIMITS the number of stored blocks, or the error."""
     import torch
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -62,7 +62,7 @@ def test_no_more_is_stored_than_the_request_allows() -> list[Any]:
 
 @answers([])
 def test_a_load_that_fails_behind_another_has_no_finding() -> list[str]:
-    """The worker reports loads in order. So it is right to report the failed second load only after the first load."""
+    """The worker reports loads in order, so the worker reports the failed second load only after the first load."""
     with applied(True, "check"):
         engine = late.LabEngine(replace(SIMPLE, delay=6))
         steps(
@@ -77,7 +77,7 @@ def test_a_load_that_fails_behind_another_has_no_finding() -> list[str]:
 
 @answers([])
 def test_a_store_that_a_reset_leaves_has_no_finding() -> list[str]:
-    """A reset frees the source blocks of a running store. The request then has more stored than computed tokens."""
+    """A reset frees the source blocks of a running store. The request then has more stored tokens than computed."""
     options = replace(
         SIMPLE, block_size=4, chunk_size=4, num_blocks=25, max_num_batched_tokens=8, delay=5, max_num_seqs=2,
         drafter="mtp", drafts=4, acceptance=30, cpu_blocks=75, extra={"lazy_offload": False},
@@ -135,7 +135,7 @@ def test_a_full_disk_ends_no_thread() -> list[Any]:
     return [[number for number, _ in worker._store_events], sorted(getattr(worker._store_events, "failed", ()))]
 
 
-#: Parameters of a request that OffloadingConnector's p2p tier reads (KVF335). The lab does not have this tier.
+#: Request parameters that the p2p tier of OffloadingConnector reads (KVF335). The lab does not have this tier.
 PEER = {"kv_request_id": "r", "remote_host": "peer", "remote_port": 1}
 #: (parameters, policy that the tier must choose). REQUEST_LEVEL: the tier must store all chunks of the request.
 RIGHT = (
@@ -157,7 +157,7 @@ MALFORMED: tuple[dict[str, Any], ...] = (
 
 @answers([True, ["AttributeError", "TypeError"]], [True, ["CHUNK_LEVEL"]])
 def test_malformed_parameters_end_no_engine() -> list[Any]:
-    """Add, look up and end requests. Return whether all of RIGHT get their policy, and the results for MALFORMED."""
+    """Return whether all parameters of RIGHT get the right policy, and the policies or errors for MALFORMED."""
     from vllm.v1.kv_offload.base import ReqContext
     from vllm.v1.kv_offload.tiering.p2p.manager import P2PSecondaryTierManager
 

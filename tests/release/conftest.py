@@ -9,7 +9,7 @@ import pytest
 
 from maintain import release
 
-#: Prefixes of the variables with which pip and git find their servers. The shell gets no other variable of the tests.
+#: Prefixes of variables that tell pip and git which servers to use. `shell` drops all other variables of the tests.
 _KEPT = ("PIP_", "SSL_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "no_proxy")
 
 Shell = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -17,7 +17,7 @@ Shell = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the wheel and, next to it, the source archive, as `make release` does. Return the wheel."""
+    """Build the wheel and the source archive in one folder, as `make release` does. Return the path of the wheel."""
     return release.build(tmp_path_factory.mktemp("dist"))[1]
 
 
@@ -33,7 +33,7 @@ def checkout(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def shell(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> Shell:
-    """Install kvfix. Return a function that runs a user's command line and asserts the exit code."""
+    """Install kvfix from `checkout`. Return a function that runs a shell command and asserts the exit code."""
     place = tmp_path_factory.mktemp("machine")
     home = place / "home"
     home.mkdir()

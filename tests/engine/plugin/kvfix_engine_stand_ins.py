@@ -1,7 +1,7 @@
 """Replace LMCache's GPU connector on a machine without a GPU. The stand-in copies whole KV blocks on the CPU.
 
-vLLM for the CPU registers `[blocks, kv_heads, block_size, 2 * head_size]` per layer. Each head of a block has all of K
-and then all of V, so a token's KV is not one row. Therefore the chunk size must be a multiple of the block size.
+vLLM for the CPU registers one tensor `[blocks, kv_heads, block_size, 2 * head_size]` per layer. Each head of a block
+stores K of all tokens and then V of all tokens. So the chunk size must be a multiple of the block size.
 """
 
 import os
@@ -12,7 +12,7 @@ import torch
 
 from kvfix_tools.roundtrip import cuda_stand_in
 
-#: While this file exists, the stand-in adds 1.0 to all loaded KV. As a negative control, the outputs must then differ.
+#: While this file exists, the stand-in adds 1.0 to all loaded KV. Negative control: the outputs must change.
 SPOIL = Path(os.environ.get("KVFIX_TEST_SPOIL", "/nonexistent"))
 
 
@@ -63,7 +63,7 @@ def current_releases(module: Any) -> None:
 
 
 def early_releases(adapter: Any) -> None:
-    """Replace the function of LMCache 0.3 that makes engine and connector, because this function needs a GPU."""
+    """Replace the function of LMCache 0.3 that makes LMCache's engine and GPU connector. The function needs a GPU."""
     if not hasattr(adapter, "_init_lmcache_engine"):
         return
     torch.Tensor.cuda = lambda tensor, *args, **kwargs: tensor

@@ -12,7 +12,7 @@ from importlib.machinery import SourceFileLoader
 from typing import Any
 
 REPORT = os.environ.get("KVFIX_TEST_REPORT", "")
-#: {module: function to call after its import}. With KVFIX_TEST_REAL_CONNECTOR, LMCache's own GPU connector runs.
+#: For each module, the function to call after the import. With KVFIX_TEST_REAL_CONNECTOR, LMCache's GPU connector runs.
 STAND_INS = {
     **({} if os.environ.get("KVFIX_TEST_REAL_CONNECTOR") else {"lmcache.v1.gpu_connector": "current_releases"}),
     "lmcache.integration.vllm.vllm_v1_adapter": "early_releases",

@@ -1,4 +1,4 @@
-"""Measure the processor time of kvfix in the functions that it wraps. Comparing whole runs is not exact enough."""
+"""Measure the processor time that kvfix's wrappers take. A comparison of whole runs is not exact enough."""
 
 import functools
 import time
@@ -11,7 +11,7 @@ class OwnTime:
 
     def __init__(self, functions: Iterable[Any]) -> None:
         self._outside, self._inside = Spent(), Spent()
-        #: The timer of `_within` runs inside the timer of `_inside`. The difference is the time that one timer takes.
+        #: This timer runs inside the timer `_inside`. The difference of the two times is the time that one timer takes.
         self._within = Spent()
         for function in functions:
             function._function = timed(timed(function._function, self._within), self._inside)

@@ -80,7 +80,7 @@ class Faulty(InProcess):
             packed[blocks] = torch.cat([k, v.reshape(-1, heads, size, both // 2)], dim=3)
 
     def blocks(self, mappings: Iterable[torch.Tensor]) -> Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yield for each layer the engine's tensor, the tensor in the GPU layout, and the blocks with these slots."""
+        """Yield for each layer the engine's tensor, the tensor in the GPU layout, and the blocks of the slots."""
         slots = [mapping[mapping >= 0] for mapping in mappings]
         if slots:
             used = torch.unique(torch.cat(slots) // self.engine[0].shape[2])
@@ -158,7 +158,7 @@ FAULTS: dict[str, Callable[[torch.Tensor, list[slice], str], Any]] = {
     "not_a_number": lambda kv, chunks, _: kv[1, 1, chunks[2].start + 7].view(-1)[0].fill_(float("nan")),
     "zeros": lambda kv, *_: kv.zero_(),
 }
-#: {fault: condition under which the fault acts as `last_chunk_wrong`}. A condition gets all arguments except `kv`.
+#: Conditions under which a fault acts as `last_chunk_wrong`. A condition gets all arguments of a fault except `kv`.
 SOMETIMES: dict[str, Callable[[list[slice], str], bool]] = {
     "last_partial_chunk_wrong": lambda chunks, _: not is_whole(chunks[-1]),
     "one_rank_wrong": lambda *_: get_tensor_model_parallel_rank() == 1,

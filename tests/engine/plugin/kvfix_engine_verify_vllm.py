@@ -1,4 +1,4 @@
-"""Provide vLLM's own connectors, with faults or without CUDA, for the tests of `kvfix verify` on the CPU."""
+"""For tests of `kvfix verify` on the CPU, provide NixlConnector with a fault, and OffloadingConnector without CUDA."""
 
 import os
 from pathlib import Path
@@ -15,7 +15,7 @@ OffloadingConnector: Any = KVConnectorFactory.get_connector_class_by_name("Offlo
 
 
 class FaultyNixl(NixlConnector):  # type: ignore[misc]
-    """A NixlConnector that sets all received KV to zero while the fault is `zeros`."""
+    """A NixlConnector that sets all received KV to zero while the text of the file FAULT is `zeros`."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         worker = self.connector_worker
