@@ -14,7 +14,7 @@ mcp = pytest.importorskip("mcp.client.client", reason="the package mcp (kvfix[mc
 
 
 def call(root: Path, *calls: tuple[Any, ...]) -> list[Any]:
-    """Start a server for this folder. Return the server's results for these calls (method of the client, arguments)."""
+    """Start an MCP server for `root`. Return the result of each call. A call is a client method and its arguments."""
     from mcp.client.client import Client
     from mcp.client.stdio import StdioServerParameters, stdio_client
 

@@ -1,4 +1,4 @@
-"""Variants of the documentation's connector. Each variant has one planted fault. Only StoresNothing breaks no rule."""
+"""Variants of docs/folder_connector.py. Each variant has one planted fault. Only StoresNothing breaks no rule."""
 
 import sys
 from collections import deque
@@ -71,7 +71,7 @@ class ForgetsAborted(FolderConnector):  # it takes two steps for a load, and for
         return None, waiting.popleft()
 
 
-class TakesFirstBlocks(FolderConnector):  # after a preemption it still uses the blocks that the request had before
+class TakesFirstBlocks(FolderConnector):  # it still uses the blocks that a request had before its preemption
     def build_connector_meta(self, scheduler_output):
         meta = super().build_connector_meta(scheduler_output)
         first = self.__dict__.setdefault("first", {})

@@ -1,4 +1,4 @@
-"""kvfix records each exception once, also if the exception passes two nested hooks or reuses an earlier id."""
+"""kvfix records each exception once, even if two nested hooks raise it or Python reuses an earlier exception's id."""
 
 import gc
 import threading
@@ -58,7 +58,7 @@ def recorded() -> list[str]:
 
 
 def test_many_exceptions_in_a_row() -> None:
-    """Python frees each exception before it creates the next exception, which often gets the same id."""
+    """Python frees each exception before it creates the next one. Both exceptions often have the same id."""
     connector, ids = Parent(), set()
     for number in range(MANY):
         with suppress(ValueError):

@@ -34,7 +34,7 @@ class Odd:
 
 
 def play_all() -> dict[str, Any]:
-    # Without draft models and pauses, these two schedules have more events than with them.
+    # These two schedules would have fewer events with draft models and pauses.
     schedules = [draw(3, connector, plain=True, lacks=("drafter", "pause")) for connector in ("v1", "mp")]
 
     def decided() -> list[Any]:

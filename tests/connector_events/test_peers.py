@@ -24,9 +24,9 @@ from tests.conftest import RELEASES, Once
 from tests.connector_events.conftest import Replayed
 from tests.connector_events.test_engine_recordings import assert_between, on_node
 from tests.lab.planted import wrap
-from tests.lab.planted_in_pairs import leases_are_over_at_once  # noqa: F401  `recorded` finds it by its name
+from tests.lab.planted_in_pairs import leases_are_over_at_once  # noqa: F401  `recorded` finds this fault in globals()
 
-#: Seconds by which the clocks of each engine are ahead: (monotonic clock, wall clock).
+#: Seconds that each engine's monotonic clock and wall clock are ahead of the lab's clock.
 CLOCKS = {"prefill": (0.0, 0.0), "decode": (5000.0, -3.0)}
 
 
@@ -52,7 +52,7 @@ def lose_aborts(pair: Any) -> None:
 
 
 def recorded(fault: str, seconds: float = 0.0, connector: str = "nixl-pull") -> str:
-    """Play a pair with this fault ("": none), then `seconds` without new requests. Return the recorder file's text."""
+    """Play a pair with this fault, if any, then `seconds` without requests. Return the text of the recorder file."""
     os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-test-")
     from kvfix_tools.lab.engine.lab_engine import STEP
 
@@ -82,7 +82,7 @@ def recorded(fault: str, seconds: float = 0.0, connector: str = "nixl-pull") -> 
 
 @pytest.fixture
 def files(request: pytest.FixtureRequest, once: Once, tmp_path: Path) -> dict[str, Path]:
-    """Return the recorder files of a healthy pair, or of the pair that the test's parameter describes."""
+    """Return one recorder file for each engine of a pair. The parameter of a test has the arguments of `recorded`."""
     text = once(recorded, RELEASES / "0.5.6", *getattr(request, "param", ("",)))
     lines: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines()]
     files = {}
@@ -146,7 +146,7 @@ def test_only_both_recordings_together_show_the_violation(
     ids=str,
 )
 def test_kv_that_prefill_writes_to_decode(files: dict[str, Path], ended: dict[str, bool], replayed: Replayed) -> None:
-    """Mooncake tells prefill of requests that ended in decode. With NIXL push, the lease of request d expires."""
+    """With Mooncake, prefill learns that request d ended in decode. With NIXL push, prefill's lease of d expires."""
     assert replayed.violated(files.values()) == []
     events = [entry.event for entry in recording.read(files["prefill"]).entries]
     known = [each for each in events if isinstance(each, ev.LeaseEnded) and each.expired is not None]

@@ -8,7 +8,7 @@ from tests.conftest import RELEASES
 from tests.diagnose.lines import CORE, NEWEST, STARTS, diagnose, raised, site_packages
 
 PACKAGES = {"lmcache": (NEWEST, RELEASES / NEWEST / "lmcache"), "vllm": ("0.32.0", site_packages() / "vllm")}
-#: An exception with a text, and an assertion without a text. No known problem names this exception or this assertion.
+#: RAISED is an exception with a text. ASSERTED is an assertion without a text. No known problem names either failure.
 RAISED = "lmcache/v1/kv_layer_groups.py", "parse_kvcache_shape_spec", "KV shape specification cannot be empty"
 ASSERTED = "vllm/v1/core/kv_cache_utils.py", "__init__", "target_block_size % hash_block_size == 0"
 
@@ -42,7 +42,7 @@ def test_the_file_has_what_the_release_has(dist: str) -> None:
     [
         (failed(), ", raised by LMCache, because this was true: `not spec_str`; LMCache has this code from 0.3.11 to "
          f"{NEWEST}, the newest known release, so an upgrade does not help"),
-        # The text does not promise that the next release removes the cause.
+        # The text does not promise that 0.5.6 removes the cause.
         (failed("Lazy offload is enabled but no GPU block pool is bound", "_process_lazy_offload_store_requests",
                 "lmcache/integration/vllm/lmcache_mp_connector.py"),
          "LMCache has this code from 0.5.4 to 0.5.5, but not in 0.5.6, which may still have the cause"),
@@ -60,7 +60,7 @@ def test_it_names_the_releases_and_the_condition(log: str, says: str) -> None:
     [
         failed(function="another"), failed("another text"), failed(file="lmcache/v1/another.py"), failed(file="x.py"),
         asserted(function="another"), asserted("target_block_size == 0"),
-        STARTS.format("0.11.0") + asserted(),  # this release lacks the check, so the user has changed the code
+        STARTS.format("0.11.0") + asserted(),  # vLLM 0.11.0 lacks this check, so the user has changed the code
     ],
 )  # fmt: skip
 def test_near_misses(log: str) -> None:

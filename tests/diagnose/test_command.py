@@ -65,7 +65,7 @@ def test_a_log_that_tells_nothing(run: Run, tmp_path: Path, line: str, says: str
 
 
 def test_the_summary_names_each_crash_once(run: Run, tmp_path: Path) -> None:
-    """A restarted engine dies of the same error as before the restart, but with another request."""
+    """A restarted engine dies of the same error again, in a request with another id."""
     life = real("crash-0.3.10")
     again = re.sub(rb"(\d+-)([0-9a-f]{8})\b", rb"9\1\2", life)
     assert again != life
@@ -114,7 +114,7 @@ def test_a_kind_of_failure_is_not_presented_as_its_cause(run: Run, tmp_path: Pat
 
 
 def test_json_is_as_documented(run: Run, tmp_path: Path) -> None:
-    cut = tmp_path / "cut.log"  # the code of this log's finding has four digits
+    cut = tmp_path / "cut.log"  # the finding in this log has a code with four digits
     cut.write_text(
         f"{CORE}Traceback (most recent call last):\n"
         f'{CORE}  File "/opt/nowhere/model.py", line 5, in forward\n{CORE}    return self.layer(x)\n'
@@ -173,7 +173,7 @@ def test_progress_goes_to_a_terminal_and_only_there(tmp_path: Path) -> None:
 
 
 def shown_by(terminal: int) -> bytes:
-    """Return the next output, or "" at the end. A terminal holds 4 KB, and a full terminal would stop the program."""
+    """Return the next output, or b"" at the end. A terminal holds 4 KB, and a full terminal would stop the program."""
     try:
         return os.read(terminal, 1 << 16)
     except OSError:  # on Linux this error means that no process has the terminal open
@@ -326,7 +326,7 @@ def test_options_of_the_command_line(logs: dict[str, str], fresh: Fresh) -> None
 
 
 def test_a_finding_that_follows_stands_below_its_cause(run: Run) -> None:
-    """The server does not support the worker's type of message, so the worker dies."""
+    """The LMCache server does not support the worker's message type, so the worker dies."""
     _, out, _ = run(*(str(LOGS / f"mode-0.5.6{each}.log.gz") for each in ("", ".server")))
     assert out.index(" hang  KVD206") < out.index("  follows from KVD206 KVD116 server-silent-at-start")
     assert out.count("Do now: ") == 1

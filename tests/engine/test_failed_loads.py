@@ -22,7 +22,7 @@ from tests.engine.start import Ran
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 TOKENS = 12
-#: Number of a prompt's first tokens that LMCache has before the request comes: three chunks, or six blocks.
+#: LMCache has this many first tokens of a prompt before the request comes: three chunks, or six blocks.
 HIT = 192
 JOB: dict[str, Any] = {
     "program": Path(__file__).name,
@@ -38,11 +38,11 @@ class Case(NamedTuple):
     """A request whose load fails, and the expected results. load: prompt of the request."""
 
     load: list[int]
-    again: dict[str, int]  # {request: tokens that LMCache loads when the prompt is sent again}
-    steps: list[dict[str, int]] = []  # {request: tokens} of the step whose load fails, and of the next step in flight
-    #: Requests with a wrong answer without kvfix: when they are first sent, and when they are sent again.
+    again: dict[str, int]  # tokens that LMCache loads for each request when the test sends the prompt again
+    steps: list[dict[str, int]] = []  # tokens of each request: in the step whose load fails, then in the next step
+    #: Requests whose answer is wrong without kvfix: at first, and when the test sends the prompts again.
     wrong: tuple[set[str], set[str]] = (set(), set())
-    sharer: list[int] = []  # a prompt that comes one step later, when the prefix cache has the failed load's blocks
+    sharer: list[int] = []  # a prompt sent one step later. The prefix cache then has the failed load's blocks
 
 
 LONG = prompt(720, 9)
@@ -114,7 +114,7 @@ class Engine:
         self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, real_engine.greedy(TOKENS))
 
     def step(self, steps: int = 1000) -> dict[str, Any]:
-        """Make at most `steps` steps, until no request is left. Return {request: answer} of the ended requests."""
+        """Make at most `steps` steps, until no request is left. Return the answers of the ended requests."""
         answers = {}
         for _ in range(steps):
             if not self.llm.llm_engine.has_unfinished_requests():
@@ -142,7 +142,7 @@ class Engine:
             self.lmcache.storage_manager.local_cpu_backend.clear()
 
     def play(self, case: Case) -> dict[str, Any]:
-        """Send the prompt whose load fails while another request generates tokens."""
+        """While another request generates tokens, send the prompt whose load fails."""
         prompts = {"load": case.load, **({"sharer": case.sharer} if case.sharer else {})}
         other = prompt(150, 50)
         right = self.alone({**prompts, "other": other, "first": case.load[:HIT]}, cold=True)

@@ -36,7 +36,7 @@ TWENTY = {"num_gpu_blocks_override": 21, "max_model_len": 640, "scheduling_polic
 
 
 class Hang(NamedTuple):
-    """code, message: the verdict's code and a part of its text. fix: the skipped fix, which would prevent the hang."""
+    """The expected verdict has `code`, and `message` in its text. kvfix skips `fix`, which would prevent the hang."""
 
     code: str
     message: str
@@ -114,7 +114,7 @@ def test_look_explains_a_hang(what: str, transfer: dict[str, Any], tmp_path: Pat
     saved = tmp_path / "look.json"
 
     def looked(pid: int) -> bool:
-        # engine_of(pid) would also find the other engines that this process has started
+        # engine_of(pid) would also find the other engines that the test process has started
         looks = command.enough(looking.Looker(processes.tree(pid), full=True))
         assert all(each.get("kvfix") is None for each in looks[-1].processes)  # kvfix is not in the engine
         found[:] = standstill.verdicts(looks)

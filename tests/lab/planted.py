@@ -16,12 +16,12 @@ from kvfix_tools.lab.scenario import scenarios
 from kvfix_tools.lab.steps import prompt
 from tests import late
 
-#: A function that changes an engine or a pair of engines, or plays a schedule on it.
+#: A function that plants a fault in an engine or a pair of engines, or plays a schedule there.
 Plant = Callable[[Any], None]
 
 
 class Setup(NamedTuple):
-    """Options of the lab, and a schedule to play with and without faults. fixes: apply kvfix's fixes, in `mode`."""
+    """Engine options and a schedule. If `fixes` is True, the lab applies kvfix's fixes in `mode` (fix or check)."""
 
     options: Options
     schedule: Plant
@@ -30,23 +30,24 @@ class Setup(NamedTuple):
 
 
 class Fault(NamedTuple):
-    shows: tuple[str, ...]  # the lab must find one of these texts: a rule's code, then a part of the message
+    shows: tuple[str, ...]  # expected findings: a rule's code and a part of the message. The lab must find at least one
     plant: Plant
     options: dict[str, Any] = {}  # changed options of the setup
     schedule: Plant | None = None  # replaces the schedule of the setup
 
 
-#: {(setup, name): fault}
+#: All registered faults, by setup and name of the fault.
 FAULTS: dict[tuple[str, str], Fault] = {}
 
 
 def fault(
     *shows: str, on: tuple[str, ...] = ("v1", "mp"), at: str = "", schedule: Plant | None = None, **options: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a fault for the setups `on`. at: path from the engine to the replaced method (`*`: each list item).
+    """Register the decorated function as a fault of the setups `on`. The lab must report one of `shows`.
 
-    With `at`, `plant` gets the engine, the method and its arguments. Without `at`, `plant` gets only the engine.
-    options: {setup: changed options}. In a setup's name, `_` stands for `-`. The key `every` is for all other setups.
+    `at` is the path from the engine to a method that the function replaces. `*` in `at` means each item of a list.
+    The function gets the engine, the method and its arguments. Without `at`, the function gets only the engine.
+    Keywords of `options` are setups with changed options. Write `_` for `-`. `every` stands for all other setups.
     """
     by_setup = {name.replace("_", "-"): each for name, each in options.items()}
 
@@ -61,13 +62,13 @@ def fault(
 
 
 def row(name: str, at: str, call: Callable[..., Any], *shows: str, **more: Any) -> None:
-    """Register a fault whose code is one expression. more: arguments of `fault`."""
+    """Register a fault whose code is one expression. more: further arguments of `fault`."""
     call.__name__ = name
     fault(*shows, at=at, **more)(call)
 
 
 def rows(table: dict[str, tuple[Any, ...]], **more: Any) -> None:
-    """Register faults as `row` does. table: {name: (at, call, texts that the lab must find ...)}."""
+    """Call `row` for each entry of `table`. The key is the fault's name. The value has `at`, `call` and `shows`."""
     for name, (at, call, *shows) in table.items():
         row(name, at, call, *shows, **more)
 
@@ -84,7 +85,7 @@ def _replace_method(path: str, call: Callable[..., Any], engine: Any) -> None:
 
 
 def wrap(owner: Any, name: str, call: Callable[..., Any]) -> None:
-    """Replace the method of this object by `call`, whose first argument is the original method."""
+    """Replace the method `name` of `owner` by `call`. The first argument of `call` is the original method."""
     setattr(owner, name, partial(call, getattr(owner, name)))
 
 
@@ -94,7 +95,7 @@ def noted(engine: Any) -> dict[Any, Any]:
 
 
 def played(setup: str, name: str = "", planted: bool = True, **options: Any) -> dict[str, Any]:
-    """Play a setup with the fault `name` ("": none). planted: if False, play the fault's schedule without the fault."""
+    """Play a setup with the fault `name`, if a name is given. planted=False: play only the fault's schedule."""
     made, fault = SETUPS[setup], FAULTS[setup, name] if name else Fault((), lambda _: None)
     changed = dataclasses.replace(made.options, **{**fault.options, **options})
     with (
@@ -122,7 +123,7 @@ def is_found(fault: Fault, done: dict[str, Any]) -> bool:
 
 
 def steps(*parts: Any) -> Plant:
-    """Return a schedule with these parts: steps, functions that get the engine, or sequences of parts."""
+    """Return a schedule. A part is a step, a function that gets the engine, or a sequence of parts."""
     whole = list(do.flat(parts))
 
     def play(engine: Any) -> None:
@@ -147,7 +148,7 @@ def counted(name: str, least: int, most: float = inf) -> Plant:
     return check
 
 
-#: Requests compute, store, are preempted, load when they resume, and hit both vLLM's prefix cache and LMCache.
+#: Requests store KV, are preempted and load KV. Some hits are in vLLM's prefix cache, and some hits are in LMCache.
 V1 = steps(
     do.store("first", prompt(300), max_tokens=3),
     [do.admit("again", prompt(300), max_tokens=20), do.admit("other", prompt(200, seed=1), max_tokens=20)],
@@ -159,7 +160,7 @@ MP = steps(
     until(lambda engine: engine.requests["b"] in engine.scheduler.running),
     [do.preempt("b"), do.run(), do.serve("c", prompt(200), max_tokens=4), do.settle()],
 )
-#: The first hit is in LMCache, the second in both connectors, and the third only in SimpleCPUOffloadConnector.
+#: `of lmcache` hits only LMCache. `of both` hits both connectors. `of the other` hits SimpleCPUOffloadConnector.
 V1_AND_SIMPLE = steps(
     [do.stored_elsewhere(prompt(100)), do.store("of lmcache", prompt(100), 5), do.serve("of both", prompt(100), 5)],
     [do.store("stored", prompt(150, seed=1), 5), do.evict(100), do.serve("of the other", prompt(150, seed=1), 5)],
@@ -168,7 +169,7 @@ V1_AND_SIMPLE = steps(
 
 
 def schedule_offloading(engine: Any) -> None:
-    """Play stores and loads, and free blocks while the connector copies these blocks."""
+    """Play stores and loads. Write garbage to freed blocks of `other` while the connector still copies these blocks."""
     engine.serve("first", prompt(300), max_tokens=3)
     if engine.options.tier:
         engine.evict(100)
@@ -189,7 +190,7 @@ def schedule_offloading(engine: Any) -> None:
 
 
 def of_pair(at_once: str = "") -> Plant:
-    """Return a schedule of three requests. Two share a prefix. at_once: requests sent to both engines at once."""
+    """Return a schedule of requests a, b and c. at_once: requests that prefill and decode get at the same time."""
     prompts = {"a": prompt(100), "b": prompt(150), "c": prompt(60, seed=1)}
     a, b, c = ((do.ask_at_once if name in at_once else do.ask)(name, tokens, 5) for name, tokens in prompts.items())
     return steps(a, b, do.step(3), c, do.run(), do.step(3))
@@ -201,16 +202,16 @@ def _others_write(pair: Any) -> None:
     pair.on("prefill", "free_blocks")
 
 
-#: Play three requests. Then other requests take prefill's free blocks and write to them, in 12 steps.
+#: Play three requests. Then overwrite prefill's free blocks 12 times.
 OF_RANKS = steps(
     [do.ask("a", prompt(100), 5), do.ask("b", prompt(150), 5), do.step(3), do.ask("c", prompt(60, seed=1), 5)],
     do.step(3),
-    # each write needs a request, because an engine without requests makes no step
+    # each write needs a request, because the lab makes no step in an engine without requests
     [[do.ask(f"other-{number}", prompt(40, seed=2 + number)), _others_write] for number in range(12)],
     do.run(),
 )
 _FORGET = do.run(), do.step(5), [do.on(engine, "reset_prefix_cache") for engine in ("prefill", "decode")]
-#: Decode gets a prompt three times. The KV is first in prefill, then in decode's second connector, then in both.
+#: Decode gets the same prompt three times. First prefill has the KV, then decode's second connector, then both.
 OF_MULTI = steps(
     [do.ask("a", prompt(100), 5), _FORGET],
     [do.ask_decode("b", prompt(100), 5), _FORGET],  # the second connector has this prompt
@@ -227,7 +228,7 @@ SETUPS = {
     "v1": Setup(Options(chunk_size=64, num_blocks=64, max_num_batched_tokens=256), V1),
     "mp": Setup(_MP, MP),
     "mp-windows": Setup(_replace(_MP, num_blocks=100, windows=(32, 64), separate_object_groups=True), MP),
-    # a chunk, a step and a block have equally many tokens
+    # a chunk, a step and a block have 16 tokens each
     "mp-states": Setup(
         _replace(_MP, chunk_size=16, max_num_batched_tokens=16, states=True, separate_object_groups=True), MP
     ),
@@ -243,7 +244,7 @@ SETUPS = {
     "nixl-pull-ranks": Setup(_replace(_PAIR, connector="nixl-pull"), OF_RANKS, True),
     "nixl-push-ranks": Setup(_replace(_PAIR, connector="nixl-push"), OF_RANKS, True),
     "nixl-multi": Setup(_replace(_MULTI, connector="nixl-multi"), OF_MULTI),
-    # apply the fixes: without KVF317, NIXL's worker waits for tokens that LMCache has loaded
+    # this setup applies the fixes: without KVF317, NIXL's worker waits for tokens that LMCache has loaded
     "nixl-push-multi": Setup(_replace(_MULTI, connector="nixl-push-multi"), OF_MULTI, True),
     "mooncake-multi": Setup(_replace(_MULTI, connector="mooncake-multi"), OF_MULTI),
     "nixl-offload": Setup(_replace(_PAIR, connector="nixl-offload", chunk_size=16), OF_MULTI),

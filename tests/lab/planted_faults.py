@@ -19,7 +19,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "v1": {"drafter": "eagle", "drafts": 3, "acceptance": 70, "lmcache": {"save_decode_cache": True}},
     "mp": {"drafter": "eagle", "drafts": 3, "acceptance": 70, "lmcache": {"mp.save_decode_cache": True}},
 }
-#: Paths from the engine to methods and objects in which faults are planted.
+#: Paths from the engine to methods that faults replace, or to the objects that have these methods.
 COPIES, BUILD = "connector.offloading.ranks.0", "scheduler.connector.build_connector_meta"
 IN_SCHEDULER = "connector.in_scheduler.scheduler_manager"
 TIER, MANAGER = "connector.offloading.manager.secondary_tiers.0", "connector.offloading._manager"
@@ -27,7 +27,7 @@ METADATA = "connector.scheduler_adapter.build_connector_meta"
 
 
 def _promise(change: Callable[..., Any]) -> Callable[[Any], None]:
-    """Let `change` set the promised tokens. The last argument of `change` lists num_preemptions at each lookup."""
+    """Return a fault: `change` sets the promised tokens. `asked` lists the request's num_preemptions at each lookup."""
 
     def plant(engine: Any) -> None:
         connector, asked = engine.scheduler.connector, []
@@ -70,7 +70,7 @@ def _skip(engine: Any, meta: Any) -> None:
 
 
 def _stored(start_later: int, end_later: int) -> Any:
-    """Return a fault that shifts the start and the end that the connector reports for each store, in tokens."""
+    """Return a fault that shifts the reported start and end of each store by these numbers of tokens."""
     return lambda _, report, name, tokens, start, end, rank=0: report(
         name, tokens, start + start_later, end + end_later
     )
@@ -137,10 +137,10 @@ row(
     ),
 )  # fmt: skip
 rows({
-    # vLLM gives blocks to other requests while the worker copies the blocks; the worker does not wait for the copies
+    # vLLM gives blocks to other requests during a copy, because the worker does not wait for the end of the copy
     "a_store_is_not_waited_for": ("connector.offloading.ranks.0.connector.worker.wait",
         lambda *_: None, "LAB001 OffloadingConnector stores"),
-    # the connector deletes a request's state after the report of its last job. The fault keeps all states
+    # the connector deletes a request's state when the request's last job is reported. The fault keeps all states
     "a_job_is_never_reported": ("",
         lambda engine: _keep(engine.connector.offloading.scheduler, "_req_status"), "KVR009 _req_status"),
 }, on=OFFLOADING)  # fmt: skip
@@ -349,7 +349,7 @@ row(
     _in_metadata(lambda _, meta: setattr(meta.save_spec, "can_save", True)), "LAB010 it asks for lmcache.skip_save",
     on=V1, schedule=FOR_DECODER,
 )  # fmt: skip
-#: The server pauses during a store, so LMCache considers the server dead. Then the server completes the store.
+#: The server pauses during a store, so the connector considers the server dead. Then the server ends the store.
 SILENT_SERVER = steps(
     do.admit("r", prompt(200), max_tokens=3),
     until(lambda engine: engine.connector.server.storing["r"]),

@@ -9,7 +9,7 @@ from tests.lab.planted_faults import load_other_kv
 PULL, PUSH, MOONCAKE = ("nixl-pull",), ("nixl-push",), ("mooncake",)
 PULL_RANKS, PUSH_RANKS = ("nixl-pull-ranks",), ("nixl-push-ranks",)
 MULTI = ("nixl-multi", "nixl-push-multi", "mooncake-multi")
-#: Numbers of ranks of prefill (`ranks`) and decode (`peer_ranks`). With `rank_delay`, the second rank takes longer.
+#: prefill has `ranks` ranks, and decode has `peer_ranks`. Transfers of a second rank take `rank_delay` steps longer.
 MORE: dict[str, Any] = {"ranks": 1, "peer_ranks": 2, "kv_heads": 2, "rank_delay": 3}
 FEWER: dict[str, Any] = {"ranks": 2, "peer_ranks": 1, "kv_heads": 2, "rank_delay": 3}
 COPIED: dict[str, Any] = {"ranks": 1, "peer_ranks": 4, "kv_heads": 2}
@@ -24,7 +24,7 @@ def _worker(engine: Any) -> Any:
 
 
 def read_the_next_block(agent: Any, here_later: int = 0, there_later: int = 1) -> None:
-    """Let each transfer of this NIXL agent use later blocks than requested, in the agent's or in the peer's memory."""
+    """Shift the blocks of each transfer of this agent: own blocks by `here_later`, the peer's by `there_later`."""
 
     def make(original: Any, kind: str, mine: Any, here: Any, theirs: Any, there: Any, **more: Any) -> Any:
         later = [[each + by for each in blocks] for blocks, by in ((here, here_later), (there, there_later))]
@@ -62,7 +62,7 @@ def other_kv_comes_from_the_cpu(pair: Any) -> None:
     rank.connector.worker._load_handler._swap_blocks_batch = rank._swap
 
 
-# with push, decode learns of a failed write only when decode's registration ends, after 480 s
+# with NIXL push, decode learns of a failed write only when decode's registration ends, after 480 s
 for rule, on in (("LAB003", ("nixl-push-multi",)), ("LAB002", ("nixl-multi", "mooncake-multi"))):
     row("a_transfer_fails", "", lambda pair: pair.network.failing.update(transfer=1), rule, on=on)
 row("registrations_are_lost", f"decode.{ADAPTER}._do_send_reg_notif", lambda *_: None, "LAB003", on=PUSH)
@@ -101,7 +101,7 @@ def what_is_sent_is_reported_again(pair: Any, results: Any, ended: set[str]) -> 
 
 @fault("KVR017", on=PULL)
 def leases_are_over_at_once(pair: Any) -> None:
-    """Let each lease expire as soon as the worker's step begins."""
+    """Let each lease expire as soon as prefill's worker begins a step."""
     worker = _worker(pair.prefill).adapter
 
     def start_load_kv(start: Any, metadata: Any) -> None:
@@ -145,7 +145,7 @@ def decode_forgets_what_it_waits_for(pair: Any, send: Any, request: str, registr
 
 
 def _reads_at(factor: int) -> Any:
-    """Let decode's second rank read prefill's blocks at an offset. factor: offset / block size of the second rank."""
+    """Return a fault: a decode rank reads at an offset in prefill's blocks. factor: offset / block size of the rank."""
     return lambda _, build, plan, *more: build(dataclasses.replace(plan, rank_offset_factor=factor), *more)
 
 

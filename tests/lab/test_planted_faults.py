@@ -14,7 +14,7 @@ from kvfix_tools.lab.scenario import find
 from tests import late
 from tests.conftest import ROOT
 from tests.healthy import own_blocks
-from tests.lab import planted_in_real_server  # noqa: F401  its import registers its faults
+from tests.lab import planted_in_real_server  # noqa: F401  the import registers the module's faults
 from tests.lab.planted import FAULTS, Fault, is_found, played
 from tests.lab.planted_faults import DRAFTS
 from tests.lab.planted_in_pairs import COPIED, FEWER, GROUPS, MORE
@@ -33,7 +33,7 @@ LEASES, OF_RANKS = {**PAIR, "leases": 3}, {**PAIR, "leases": 3 + 12, "ranks_apar
 #: BESIDE: decode loads the third prompt from prefill. OWN: decode loads the third prompt from decode's own LMCache.
 BESIDE = {"loads_of_kv_producer": 1, "loads_of_kv_consumer": 1, "loaded_beside": 2}
 OWN = {**BESIDE, "loads_of_kv_consumer": 2, "loaded_beside": 1}
-#: (setup, changed options, minimum counts)
+#: Setups without faults, their changed options, and the minimum of each count.
 SOUND: list[tuple[str, dict[str, Any], dict[str, int]]] = [
     *(("v1", each, ONE) for each in ({}, {"lmcache": FETCH}, {"lmcache": LAYERS}, {"kv_role": "kv_producer"})),
     *(("offloading", each, ONE) for each in ({}, {"tier": "fs"}, {"windows": (32,), "num_blocks": 60})),

@@ -18,14 +18,14 @@ NIXL = {
 }  # fmt: skip
 MOONCAKE = {**FROM_PREFILL, "remote_bootstrap_addr": "prefill:8998", "transfer_id": "t-1"}
 SEND = {"do_remote_decode": True, "transfer_id": "t-1"}
-#: States of a request after its first step: [error, status, computed tokens of the prompt].
+#: Results of `scheduled`: the error, the status of the request, and the number of scheduled tokens.
 DIES = ["AssertionError", "WAITING", 0]
 WAITS = ["", "WAITING_FOR_REMOTE_KVS", 0]
 COMPUTES = ["", "RUNNING", 64]
 
 
 def asked(connector: str, role: str, params: dict[str, dict[str, Any]]) -> tuple[Any, list[Any]]:
-    """Return a scheduler with this connector, and the added requests. params: {name of a request: parameters}."""
+    """Return a scheduler with this connector, and its requests. params: kv_transfer_params by request id."""
     from vllm.config import KVTransferConfig
 
     options = Options(block_size=16, num_blocks=32, max_num_batched_tokens=64)
@@ -40,7 +40,7 @@ def asked(connector: str, role: str, params: dict[str, dict[str, Any]]) -> tuple
 
 
 def scheduled(connector: str, role: str, params: dict[str, Any]) -> list[object]:
-    """Schedule one request. Return the error ("" for none), the status of the request, and the scheduled tokens."""
+    """Schedule one request. Return the error or "", the status of the request, and the number of scheduled tokens."""
     from vllm.v1.request import RequestStatus
 
     scheduler, (request,) = asked(connector, role, {"r": params})
@@ -55,7 +55,7 @@ def scheduled(connector: str, role: str, params: dict[str, Any]) -> list[object]
     return ["", status, done.num_scheduled_tokens.get("r", 0)]
 
 
-#: (connector, role, parameters, state after the first step without fixes, state after the first step with fixes)
+#: Connector, role, kv_transfer_params, and the results of `scheduled` without fixes and with fixes.
 PROMISES = {
     "nixl-no-blocks": ("Nixl", "consumer", {**NIXL, "remote_block_ids": []}, DIES, COMPUTES),
     "nixl-no-host": ("Nixl", "consumer", {name: NIXL[name] for name in NIXL if name != "remote_host"}, WAITS, COMPUTES),
@@ -81,7 +81,7 @@ def test_a_promise_needs_a_peer(name: str, once: Once) -> None:
     ("annotation", "good", "wrong"), [(list[int], [1, 2], [[1, 2]]), ("BlockIds", [[1, 2]], [1, 2])]
 )
 def test_blocks_are_named_as_this_release_does(annotation: Any, good: list[Any], wrong: list[Any]) -> None:
-    """KVF301 takes block ids as one list (up to vLLM 0.15: nixl_connector.py 0.15.1:755), or as a list per KV group."""
+    """vLLM up to 0.15 has one list of block ids (nixl_connector.py 0.15.1:755). Later vLLM has a list per KV group."""
     scheduler = SimpleNamespace(
         get_num_new_matched_tokens=lambda self, request, num_computed_tokens: (32, True),
         update_state_after_alloc=lambda self: None,
@@ -94,12 +94,12 @@ def test_blocks_are_named_as_this_release_does(annotation: Any, good: list[Any],
         assert hook(scheduler, request, 0) == promised
 
 
-#: {decode request: prefill request}. The second request repeats the first. The third is a second sample (n > 1).
+#: The prefill request of each decode request. Request 2 repeats request 1. Request 3 is a second sample (n > 1).
 ASKED = {"r-00000001": "p-1", "r-00000002": "p-1", "1_r-00000003": "p-1", "s-00000004": "p-2"}
 
 
 def sent_again(connector: str) -> list[object]:
-    """Return the status of each request, {request: tokens that two steps compute}, and the requests that load."""
+    """Schedule two steps. Return the status of each request, the scheduled tokens, and the requests that load."""
     params = {name: {**NIXL, "remote_request_id": prefill} for name, prefill in ASKED.items()}
     scheduler, requests = asked(connector, "kv_consumer", params)
     done = [scheduler.schedule() for _ in range(2)]
@@ -114,9 +114,9 @@ LOADS = "WAITING_FOR_REMOTE_KVS"
 @pytest.mark.parametrize(
     ("connector", "statuses", "computed"),
     [
-        # for "1_r-00000003", vLLM's own cache has three blocks
+        # vLLM's prefix cache has three of the four blocks of "1_r-00000003"
         ("NixlConnector", [LOADS, "RUNNING", "RUNNING", LOADS], {"r-00000002": 64, "1_r-00000003": 16}),
-        # KVF367 also compares the request ids without their random ends. "1_r" is not "r", so the third request loads
+        # KVF367 also compares the request ids, without the random suffix. "1_r" is not "r", so "1_r-00000003" loads
         ("NixlPushConnector", [LOADS, "RUNNING", LOADS, LOADS], {"r-00000002": 64}),
     ],
 )

@@ -15,7 +15,7 @@ from tests.conftest import RELEASES, Once
 from tests.lab.planted import played, wrap
 from tests.lab.planted_in_pairs import read_the_next_block
 
-#: {connector: (first seed, last seed + 1)}. Schedules of these seeds do not wait long for leases.
+#: Arguments of range() for the seeds of each connector. Schedules of these seeds do not wait long for leases.
 SEEDS = {
     "nixl-pull": (4, 12), "nixl-push": (1, 8), "nixl-multi": (0, 8), "nixl-push-multi": (0, 6), "nixl-offload": (5, 13),
 }  # fmt: skip
@@ -23,7 +23,7 @@ REAL = pytest.mark.skipif(bool(releases.no_nixl()), reason=releases.no_nixl() or
 
 
 def outcomes(real: bool) -> dict[str, Any]:
-    """Return the result or exception of each call to an agent. real: call NIXL's agent instead of the lab's model."""
+    """Return the result or exception of each call to an agent. real: use NIXL's agents, not the lab's model."""
     import numpy
 
     from kvfix_tools.lab.connectors.nixl_network import Network
@@ -130,7 +130,7 @@ FAULTS = {each.__name__: each for each in (read_the_next_block, not_whole)}
 
 
 def planted(connector: str, *names: str) -> list[dict[str, Any]]:
-    """Play the connector once per fault ("" is no fault), planted in both agents. Return findings and counters."""
+    """Play the connector once for each fault ("": no fault). All agents have this fault. Return findings and counts."""
     agent_of, done = late.nixl_real.RealNetwork.agent, []
     for name in names:
 
@@ -158,7 +158,7 @@ def test_faults_of_a_transfer_are_found(connector: str, once: Once) -> None:
 
 
 def compared(connector: str, fixes: bool, fault: bool = False) -> dict[str, Any]:
-    """Compare NIXL with the lab's model. fault: NIXL pairs local blocks with wrong remote blocks."""
+    """Compare NIXL with the lab's model. If `fault` is True, NIXL pairs local blocks with wrong remote blocks."""
     prepare = late.nixl_real.RealAgent.prepare
 
     def elsewhere(agent: Any, handle: int, operation: str, *lists: Any) -> None:

@@ -73,7 +73,7 @@ def test_a_thread_that_has_gone_on_meanwhile_is_left_alone() -> None:
 
 
 def test_a_thread_that_waits_for_a_lock_of_python_is_left_alone() -> None:
-    """The thread may hold the GIL's mutex. Then an injected call would wait for ever, and so would all threads."""
+    """The thread may hold the GIL's mutex. An injected call would then wait for ever and block all threads."""
     with target("own-lock") as process:
         with pytest.raises(inject.Silent):
             inject.run(process.pid, "pass", seconds=0.5)
@@ -94,7 +94,7 @@ def test_a_file_is_read_once_for_all_processes(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_hundred_in_a_row_take_one_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """kvfix reads the memory maps only once, even if the maps change. A process with CUDA has thousands of maps."""
+    """kvfix reads the memory maps once, even if the maps change. A process with CUDA has thousands of memory maps."""
     read: list[Path] = []
     mapped = other_process._mapped_files
     monkeypatch.setattr(other_process, "_mapped_files", lambda process: read.append(process) or mapped(process))
@@ -142,7 +142,7 @@ def test_a_thread_in_c_is_silent_and_has_one_call_in_its_queue() -> None:
 
 
 def test_an_exception_of_a_signal_handler_reaches_the_program() -> None:
-    """The signal handler of vLLM up to 0.11 may raise SystemExit in injected code. kvfix raises SystemExit again."""
+    """vLLM's signal handler (up to 0.11) may raise SystemExit in injected code. kvfix raises this SystemExit again."""
     code = "import signal; signal.raise_signal(signal.SIGINT)\nfor _ in range(10): pass"
     with target("sleeps") as process:
         assert inject.run(process.pid, code, seconds=60) == "failed: KeyboardInterrupt: "
@@ -174,7 +174,7 @@ def test_a_process_that_ends_meanwhile() -> None:
 
 
 def test_the_process_survives_the_end_of_kvfix_look(tmp_path: Path) -> None:
-    """If `kvfix look` ends during a call, the thread goes on. A breakpoint without a tracer would end the process."""
+    """If `kvfix look` ends during a call, the called process lives on. A breakpoint without a tracer would end it."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     code = "import sys; from kvfix_tools.look import inject; inject.run(int(sys.argv[1]), sys.argv[2], seconds=60)"

@@ -17,7 +17,7 @@ CELLS = pairs("torch", AXES)
 
 
 def every_identity(seed: int) -> torch.Tensor:
-    """Return the words [rows, 16] of all rows: 2 generations, 4 layers, K and V, 64 slots, 3 heads."""
+    """Return 16 words for each row of 2 generations, 4 layers, K and V, 64 slots and 3 heads."""
     grid = torch.cartesian_prod(*(torch.arange(size) for size in (2, 4, 2, 64, 3)))
     return element.rows(Identity(*grid.unbind(1), 0).number(), 16, seed)
 
@@ -40,7 +40,7 @@ def test_no_two_words_are_alike_and_a_seed_changes_all() -> None:
 
 @pytest.mark.parametrize("name", [name for name in DTYPES if name != "uint8"])
 def test_every_kind_of_float_occurs(name: str) -> None:
-    """A comparison of floats would miss differences (-0.0 and 0.0), and report equal elements as different (NaN)."""
+    """A comparison as floats would find -0.0 and 0.0 equal, and would find NaN different from NaN."""
     held = every_identity(0).view(DTYPES[name]).float()
     assert bool(held.isnan().any())
     assert bool((held < 0).any())
@@ -136,7 +136,7 @@ def test_a_staging_buffer_that_is_shared_by_mistake_is_found() -> None:
 
 
 def test_a_race_orders_its_work_on_cuda_streams() -> None:
-    """CudaStream waits for the current stream, which wrote the tensors, and runs host work after its other work."""
+    """CudaStream waits for the current stream, which wrote the tensors. Host work waits for all earlier work."""
     stream, seen = CudaStream(CUDA), list[str]()
     stream.wait("event")
     stream.submit(lambda: seen.extend(asked(stream)), host=True)

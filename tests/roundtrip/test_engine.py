@@ -50,7 +50,7 @@ def test_judgement(changes: dict[str, Any], text: str) -> None:
 
 
 def test_the_others_write_over_nearly_all_blocks() -> None:
-    """OTHERS leave little KV of ASKED on the GPU. So the engine must load or compute nearly all KV for ASKED again."""
+    """The prompts OTHERS overwrite most KV of the prompts ASKED. So the engine must load or compute this KV again."""
     usable = BLOCKS - 1
     assert sum(-(-(len(prompt) + GENERATE) // BLOCK) for prompt in OTHERS) <= usable  # all run at the same time
     written = sum((len(prompt) + GENERATE - 1) // BLOCK for prompt in OTHERS)  # whole blocks
@@ -92,7 +92,7 @@ def test_the_error_that_came_first_is_reported() -> None:
 @pytest.mark.timeout(900)
 class TestOnRealEngines:
     def test_as_released(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """LMCache issue 4463: answers differ without a log line. Use 0.5.5, because 0.5.6 refuses vLLM's CPU layout."""
+        """LMCache issue 4463 changes answers without a log line. Use 0.5.5, because 0.5.6 refuses vLLM's CPU layout."""
         monkeypatch.setattr(real_engine, "run", functools.partial(real_engine.run, popen=Forked))
         monkeypatch.setenv(FORK_WORKERS, "")
         monkeypatch.setenv("PYTHONPATH", str(release("0.5.5")) + os.pathsep + os.environ.get("PYTHONPATH", ""))

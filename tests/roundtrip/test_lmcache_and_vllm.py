@@ -14,7 +14,7 @@ from tests.roundtrip.test_planted_faults import WITHOUT
 
 PACKED = ("packed", "packed-hnd", "packed-pool")
 PLAIN = ("nhd", "nhd-block-first", "mla")
-#: {backend: layouts in which every cell passes with the fixes}. The multi-process mode passes with all LAYOUTS.
+#: Layouts in which every cell of a backend passes with the fixes. The multi-process mode passes with all LAYOUTS.
 RIGHT = {
     **dict.fromkeys(("lmcache-v2", "lmcache-v3", "lmcache-engine"), (*PLAIN, *PACKED)),
     "lmcache-layerwise": (*PLAIN, "hnd", "hnd-block-first"),
@@ -28,7 +28,6 @@ def run(fork_server: ForkServer) -> Any:
 
 
 def verdicts(answer: dict[str, Any], backend: str) -> dict[str, set[str]]:
-    """Return {layout: verdicts of its cells}."""
     found: dict[str, set[str]] = {}
     for cell in answer["cells"]:
         if cell["cell"]["backend"] == backend:
@@ -120,7 +119,7 @@ def test_whole_blocks_only(run: Any) -> None:
 
 
 def test_races_with_lmcaches_own_streams(run: Any) -> None:
-    """With LMCache's waits for streams no race has a finding. Without the waits each race has the expected finding."""
+    """With LMCache's stream waits, no race has a finding. Without the waits, each race has the expected finding."""
     some = ["--backend", "lmcache-v2", "lmcache-v3"]
     sound, without = run(*some, "--race"), run(*some, "--inject", "missing-event")
     assert (sound["exit"], without["exit"]) == (0, 1)
@@ -146,7 +145,7 @@ def test_an_older_lmcache(run: Any) -> None:
 
 @pytest.mark.parametrize("name", ["0.4.5", "0.5.0"])
 def test_the_packed_layout_with_each_age_of_lmcache(run: Any, name: str) -> None:
-    """LMCache 0.4.5 does not know the packed layout. LMCache 0.5.0 to 0.5.2 mistake the layout for another one."""
+    """LMCache 0.4.5 does not know the packed layout. LMCache 0.5.0 to 0.5.2 mistake the layout for another layout."""
     some = ["--backend", "lmcache-v2", "lmcache-engine", "--layout", "packed", "packed-hnd"]
     assert run(*some, lmcache=release(name))["exit"] == 0
     assert run(*some, "--no-fixes", lmcache=release(name))["exit"] != 0

@@ -17,7 +17,7 @@ from kvfix_tools.roundtrip.region import Region
 CPU = torch.device("cpu")
 SOME = [("layout", "nhd"), ("layout", "packed-hnd"), ("layout", "block-outermost")]
 SOME += [("dtype", name) for name in DTYPES]
-#: {race of races.py: kind of the finding if the race runs without its CUDA events}
+#: The expected kind of finding for each race in races.py, if the race runs without CUDA events.
 WITHOUT = {
     "late-producer": "stale",
     "early-reuse": "overwritten",
@@ -54,7 +54,7 @@ def test_a_finding_names_the_content_of_a_slot() -> None:
 
 
 def classes(copy: type[TorchCopy], **cell: str) -> dict[str, set[str]]:
-    """Check a cell with `copy` in place of TorchCopy. Return {stage: error classes of the finding}."""
+    """Check a cell with `copy` in place of TorchCopy. Return the error classes of each finding, by stage."""
     check = CellCheck(Cell("torch", **cell), CPU)
     return {finding.stage: set(finding.classes) for finding in check.run(copy(check)).findings}
 

@@ -20,7 +20,7 @@ def target(owner: Owner, name: str, **more: Any) -> Target:
 FIRST, SECOND, HELPER = target(OURS, "first"), target(OURS, "second"), target(THEIRS, "helper", helper=True)
 FIX = Fix(FIRST, SECOND, HELPER, effect="crash")
 
-#: OTHERS: {name: (verdict on SECOND, expected state of FIX)}. FIX's other functions have the verdict `WRONG`.
+#: OTHERS has verdicts on SECOND, and the expected state of FIX. FIRST and HELPER have the verdict `WRONG`.
 WRONG = Applicability("applicable", "wrong", frozenset({"1", "2"}))
 OTHERS = {
     "unknown code": (Applicability("unknown", "second is unknown"), "unknown"),

@@ -9,7 +9,7 @@ from kvfix import applying
 from kvfix.wrapping import WrappedFunction, after
 
 
-class Target:  # a class with attributes of every kind
+class Target:
     def hook(self) -> str:
         return "plain"
 
@@ -52,7 +52,7 @@ def test_other_kinds_of_attributes_are_rejected(name: str, kind: str) -> None:
 
 
 def test_static_methods_and_class_methods() -> None:
-    """A call on an instance does not pass the instance to the function."""
+    """A call on an instance does not pass the instance to a static method or to a class method."""
     before = vars(Target)["static"], vars(Target)["of_class"]
     applying.attach(Target, "static", "test", after(lambda one, answer: f"fixed {answer}"))
     applying.attach(Target, "of_class", "test", after(lambda cls, answer: f"fixed {answer} of {cls.__name__}"))
@@ -75,7 +75,7 @@ def test_a_class_that_inherits_the_function_is_wrapped_alone() -> None:
 
 
 def test_two_threads_wrap_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If both threads find no table entry and each adds an entry, one wrapper is lost."""
+    """If each thread adds its own WrappedFunction to kvfix's table, one of the two wrappers is lost."""
     both = threading.Barrier(2, timeout=0.5)  # the barrier breaks if only one thread at a time gets here
 
     class Hook(applying.WrappedFunction):

@@ -27,7 +27,7 @@ def test_nothing_installed(fresh: Fresh) -> None:
 
 
 def test_too_old(tmp_path: Path, fresh: Fresh) -> None:
-    """The release does not have the connector's module, and kvfix does not know the release."""
+    """LMCache 0.1.4 does not have the connector's module, and kvfix does not know this release."""
     (tmp_path / "lmcache").mkdir()
     (tmp_path / "lmcache/__init__.py").touch()
     (tmp_path / "lmcache-0.1.4.dist-info").mkdir()
@@ -76,12 +76,12 @@ def test_a_fix_that_cannot_be_loaded_is_skipped_with_a_warning(tmp_path: Path, f
         ("installed_source", "file_hash", True),
         ("applicability", "decide", True),
         ("catalogue", "fixes_of", True),
-        ("installed_source", "version", False),  # kvfix needs this function only for the log line
+        ("installed_source", "version", False),  # kvfix needs `version` only for a log line
     ],
 )
 @answers(also="answer", release="0.3.10")
 def test_an_error_in_kvfix_leaves_the_engine_unpatched_and_running(place: str, name: str) -> bool:
-    """Return True if the hook still has the bug when this function of kvfix raises."""
+    """Let this function of kvfix raise. Return True if LMCache's hook then still has the bug."""
     setattr(import_module(f"kvfix.{place}"), name, mock.Mock(side_effect=RuntimeError("planted")))
     kvfix.apply()
     adapter = import_module(ADAPTER)
@@ -148,7 +148,7 @@ def test_an_installation_without_fixes_is_an_error(tmp_path: Path, fresh: Fresh)
     assert "kvfix status: this installation of kvfix has no fixes" in status.stderr
 
 
-#: Folder and package names differ, so setuptools writes an import finder, which `site` starts from a .pth file.
+#: The folder and the package have different names. So setuptools writes an import finder that a .pth file starts.
 EDITABLE = """
 import site, sys
 site.addsitedir({site!r})

@@ -1,4 +1,4 @@
-"""Make a patched copy of a release, and test the copy. Files that the patch leaves alone are links."""
+"""Make a patched copy of a release, and test the copy. Files that the patch does not change are links."""
 
 import ast
 import functools
@@ -26,7 +26,7 @@ from tests.healthy import events, violated
 #: Seeds of random schedules without faults. With LMCache 0.3.10, only seed 22 violates no rule.
 SEEDS = (*range(5), 22)
 FAULTY = 4
-#: {code of a fix: other fixes to apply}. Without the other fixes, requests of the fix's scenarios never end.
+#: Fixes to apply together with a fix. Without KVF322, requests in the scenarios of KVF325 never end.
 BESIDE = {"KVF325": ["KVF322"]}
 
 
@@ -62,7 +62,7 @@ def git_apply(patch: Path, released: Sequence[Path], folder: Path, *options: str
 
 
 def link(released: Sequence[Path], folder: Path) -> None:
-    """Add links to the other files of each package that has a patched file, and to the other files of `tests`."""
+    """Link into `folder` the unpatched tests, and the unpatched files of each package that has a patched file."""
     release, *tests = released
     (folder / "tests").mkdir(exist_ok=True)
     parents = {parent for file in folder.rglob("*.py") for parent in file.relative_to(folder).parents}
@@ -75,9 +75,9 @@ def link(released: Sequence[Path], folder: Path) -> None:
 
 
 def prefer(folder: Path) -> None:
-    """Unload modules with a copy in `folder`, and modules of _OURS that import these modules.
+    """Unload each module that has a copy in `folder`, and modules of _OURS that import an unloaded module.
 
-    The next import of a module with a copy loads the copy.
+    The next import of an unloaded module loads the copy, if there is a copy.
     """
     for name, module in list(sys.modules.items()):
         place = folder / name.replace(".", "/")
@@ -125,7 +125,7 @@ def _is_own(path: Path, folder: Path) -> bool:
 
 @contextmanager
 def fuzzer(fixes: Sequence[str] = ()) -> Iterator[Any]:
-    """Apply these fixes, and yield two functions of the lab: draw and play a schedule. The engines log nothing."""
+    """Apply these fixes. Yield the lab's functions `draw` and `play` for schedules. The engines log nothing."""
     from kvfix_tools.lab import runner
 
     with runner.applied(bool(fixes), only=list(fixes)):
@@ -147,7 +147,7 @@ def prepare(lmcache: str, connectors: list[str]) -> None:
 
 
 def tried(folder: str, dist: str, tests: list[str], code: str, played: list[str], fixes: list[str]) -> dict[str, Any]:
-    """Return all results of the release in `folder`. code: the fix that the patch replaces, or "" without a patch."""
+    """Test the release in `folder`, and return results. code: the fix that the patch replaces, or "" for no patch."""
     place = Path(folder)
     prefer(place)
     found: dict[str, Any] = {}
@@ -161,19 +161,19 @@ def tried(folder: str, dist: str, tests: list[str], code: str, played: list[str]
 
 
 def plays_with_fixes(wanted: dict[str, list[str]]) -> dict[str, dict[str, str]]:
-    """Return {code: digests of plays() with this fix}. wanted: {code: connectors}."""
+    """Return the digests of plays() with each fix, by the fix's code. wanted: connectors to play, by the fix's code."""
     return {code: plays(code, played, [code, *BESIDE.get(code, [])])["digests"] for code, played in wanted.items()}
 
 
 def _imports_of_ours() -> dict[str, frozenset[str]]:
-    """Return {module: its imports} for modules that Python may have to import again."""
+    """Return the imports of each loaded module of _OURS, because `prefer` may unload this module."""
     files = {name: getattr(sys.modules[name], "__file__", None) for name in sys.modules if name.startswith(_OURS)}
     return {name: _imports(Path(file or os.devnull)) for name, file in files.items()}
 
 
 @functools.cache
 def _imports(file: Path) -> frozenset[str]:
-    """Return all modules and attributes that this module imports, except imports that only type checkers run."""
+    """Return the names of all modules and attributes that this file imports. Skip imports under TYPE_CHECKING."""
     if file.suffix != ".py" or file.name == "__init__.py":  # imports of __init__.py do not count
         return frozenset()
     found = set()
@@ -193,7 +193,7 @@ def _run_nodes(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def regression(folder: Path, tests: list[str]) -> dict[str, Any]:
-    """Return {test file: [passed, failed, messages]}. Leave out tests that fail on the release even without kvfix."""
+    """Return the counts of passed and failed tests, and messages, by file. Skip the failures recorded in peers.KEPT."""
 
     class Count:
         def __init__(self) -> None:
@@ -222,7 +222,7 @@ def regression(folder: Path, tests: list[str]) -> dict[str, Any]:
 
 
 def theirs(place: str, dist: str, tests: list[str]) -> dict[str, str]:
-    """Return {test: outcome} of the released test files in this folder."""
+    """Run released test files in the folder `place`. Return the outcome of each test."""
     import torch
 
     torch.set_num_threads(1)  # a fork lacks the threads that its parent has started
@@ -238,7 +238,7 @@ def theirs(place: str, dist: str, tests: list[str]) -> dict[str, str]:
 
 
 def _run(folder: Path, arguments: list[str], plugins: list[Any]) -> None:
-    """Run pytest with upstream's package `tests` in place of kvfix's."""
+    """Run pytest with upstream's package `tests` in place of kvfix's package `tests`."""
     import pytest
 
     own = {name: module for name, module in sys.modules.items() if _is_test(name)}
@@ -272,7 +272,7 @@ def status_of(code: str, dist: str) -> str:
 
 
 def plays(code: str, connectors: list[str], fixes: list[str]) -> dict[str, dict[str, str]]:
-    """Play random schedules, and the fix's scenarios that show a bug. Return outcomes, and digests of the events."""
+    """Play random schedules, and the scenarios that show the fix's bug. Return outcomes and digests of the events."""
     from kvfix_tools.lab import runner
     from kvfix_tools.lab.scenario import scenarios
 
@@ -286,9 +286,9 @@ def plays(code: str, connectors: list[str], fixes: list[str]) -> dict[str, dict[
 
 
 def _events(done: Any) -> list[tuple[Any, ...]]:
-    """Return all events. Set `hit` to 0 if 0 tokens are promised.
+    """Return all events. Set `hit` to 0 in each lookup that promises 0 tokens.
 
-    The events are then equal, whether the connector asks its cache or promises 0 tokens without asking.
+    The events then do not show if the connector asked its cache before it promised 0 tokens.
     """
     log = [
         (step, event._replace(hit=0) if isinstance(event, Asked) and event.promised == 0 else event)

@@ -1,4 +1,4 @@
-"""Upstream patches apply to newer vLLM releases too. If a patch does not, add `vllm-<release>.patch` next to it."""
+"""Patches for vLLM also apply to newer releases. If a patch does not apply, add `vllm-<release>.patch` next to it."""
 
 from pathlib import Path
 

@@ -20,11 +20,11 @@ from tests.upstream import patched
 
 #: The newest LMCache with which vLLM's copy of the multi-process connector works.
 FOR_IN_TREE = "0.4.6"
-#: {prefix of codes of fixes for vLLM: the lab's connector that runs the fixed code}. Longer prefixes come first.
+#: The lab's connector that runs the code of a vLLM fix, by prefix of the fix's code. Longer prefixes come first.
 OF_VLLM = {"KVF33": "offloading", "KVF373": "v1", "KVF37": "simple-offload"}
-#: {fix of LMCache's cache engine: mode of test_async_release that shows the bug}. The lab replaces the cache engine.
+#: The lab replaces LMCache's cache engine. So these modes of test_async_release show the bugs of these fixes.
 ENGINE = {"KVF013": "async", "KVF018": "layers"}
-#: {(code, dist): why patch and fix give different events in scenarios or in random schedules with faults}
+#: Reasons why a patch and its fix give different events in scenarios or in random schedules with faults.
 DIFFERS = {("KVF036", "lmcache"): "the patch also answers a lookup that is sent again after a timeout, as KVF011 does"}
 
 #: The process of a release runs this code once, for all patches.
@@ -90,7 +90,7 @@ class Release:
         return dict(self.fork_server(patched.tried, None, str(folder), dist, tests, code, played, list(fixes)))
 
     def plays(self, connector: str, code: str) -> list[str]:
-        """Return digests of plain schedules without the patch. Apply the fix only if it changes healthy schedules."""
+        """Return digests of plain schedules without the patch. Apply the fix if the fix changes healthy schedules."""
         if code not in changing(connector):
             return list(self.unpatched["healthy"][connector])
         return list(self.ask(self.scratch, "", [], "", [connector], (code,))["healthy"][connector])
@@ -172,14 +172,14 @@ def test_no_such_patch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "no patch for 'no-such'. " in capsys.readouterr().err
 
 
-#: If over MANY test files import a changed module, only the test files that are named after a changed file run.
+#: If more than MANY test files import a changed module, run only the test files named after a changed file.
 MANY = 20
-#: These tests fail on a busy host, so `theirs` leaves them out. `python -m maintain peers` repeats them if they fail.
+#: `theirs` leaves out these tests, which fail on a busy host. `python -m maintain peers` repeats a failed test.
 TIMED = "tests/v1/lookup_client/test_lmcache_lookup_client.py"
 
 
 def theirs(row: upstream.Ready) -> list[str]:
-    """Return upstream's tests that import a changed file. If the tests are more than MANY, select tests by name."""
+    """Return upstream's test files that import a changed file. If more than MANY files do, select files by name."""
     if not released_tests(row).is_dir():
         return []
     files = [Path(file) for file in patched.touched(row.path.read_text()) if not file.startswith("tests/")]
