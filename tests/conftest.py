@@ -30,7 +30,7 @@ ROOT = Path(__file__).parent.parent
 RELEASES = Path(os.environ.get("KVFIX_TEST_RELEASES", ROOT / ".cache/lmcache"))
 ADAPTER = "lmcache.integration.vllm.vllm_v1_adapter"
 
-#: Tests start programs without these variables. LMCache sets the last variable, which merges metrics of processes.
+#: Tests start programs without these variables. LMCache itself sets PROMETHEUS_MULTIPROC_DIR.
 _OURS = ("KVFIX", "VLLM_PLUGINS", "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY", "PROMETHEUS_MULTIPROC_DIR")
 
 
@@ -56,7 +56,7 @@ def clean_environment(*first: Path, **changes: str) -> dict[str, str]:
 
 
 class Fresh:
-    """Runs code in a fresh interpreter for at most `limit` seconds. The code assigns its JSON result to `result`."""
+    """Runs code in a fresh interpreter for at most `limit` seconds. The code must assign a JSON value to `result`."""
 
     def __init__(self, limit: float | None = 300) -> None:
         self._limit = limit
@@ -85,7 +85,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Make kvfix forget earlier errors, because it reports each error once per process. Return the error counts."""
+    """Make kvfix forget earlier errors, because kvfix reports each error once per process. Return the error counts."""
     from kvfix.session import session
 
     for name in ("faults", "reported", "lines", "tallies"):
@@ -149,7 +149,7 @@ def fork_server() -> Iterator[ForkServer]:
 
 
 def call(function: Callable[..., Any], *arguments: Any, fixes: Fixes = False) -> str:
-    """Return code that prepares the lab and calls this function. A fork has only one thread, so torch must use one."""
+    """Return code that prepares the lab and calls this function. torch gets one thread, as a fork has only one."""
     return f"""
 import torch
 torch.set_num_threads(1)
@@ -218,9 +218,9 @@ def once(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> I
 def answers(*expected: Any, also: str = "", **fixed: Any) -> Callable[[Callable[..., Any]], Any]:
     """Turn a function into a test that runs the function in a fork and compares the result with `expected`.
 
-    - expected: one result, or two results (without and with fixes). If none, parameter `answer` is the expected result
+    - expected: one result, or two results (first without, then with fixes). Default: the test's parameter `answer`
     - also: names of more parameters of the test, separated by spaces: `fixes`, `release`, `answer`
-    - fixed: values of `fixes` and `release`. Default: release 0.5.6, and the default fixes only for a second result
+    - fixed: values of `fixes` and `release`. Default: release 0.5.6, and for a second result the default fixes
     """
 
     def make(case: Callable[..., Any]) -> Any:

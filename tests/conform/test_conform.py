@@ -46,7 +46,7 @@ def commanded(name: str) -> Any:
 
 
 def faults() -> Any:
-    """Return the violations by each faulty connector, and the number of steps of the scenario that shows them."""
+    """Find a scenario that shows each connector's fault. Return the violations, and the scenario's number of steps."""
     found = {}
     with command.chosen(fixes=True):
         for name, rule in FAULTS.items():
@@ -161,7 +161,7 @@ def test_pytest_without_the_option_imports_nothing(tmp_path: Path, fresh: Fresh)
 
 
 CONTENTS = [-7_205_759_403_792_794, 1, 2**62 + 9, 77]  # contents of a block in the lab's TensorMemory
-#: {fault: a function that changes block 1 of the first layer}
+#: Functions that write wrong KV into block 1 of the first layer.
 WRONG: dict[str, Callable[[Any, Any], Any]] = {
     "another layer": lambda first, second: first[1].copy_(second[1]),
     "V in place of K": lambda first, _: first[1].copy_(first[1].roll(32, dims=-1)),
@@ -177,7 +177,7 @@ def moved(first: Any, _: Any) -> None:
 
 
 def seen() -> Any:
-    """Return the contents of block 1 as the lab reads them, after each change of WRONG and after `moved`."""
+    """Change block 1 with each function of WRONG, and with `moved`. Return the contents that the lab then reads."""
     from kvfix_tools.lab.engine import kv_layout, vllm_objects
     from kvfix_tools.lab.engine.tensor_memory import TensorMemory
 

@@ -38,7 +38,7 @@ def test_the_table_agrees_with_a_new_run(once: Once) -> None:
     (said,) = (each for each in connectors.load() if each.name == "ExampleConnector")
     broken = violated(once(example, NEWEST))
     assert broken == {"promise", "stored", "reset", "raises-nothing"}
-    assert broken <= violated(said.verdicts)  # the table also has violations that the fuzzer found
+    assert broken <= violated(said.verdicts)  # the table also has violations from fuzzing
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Test the audit, which compares the KV of a hit with computed KV. tests/engine/test_audit.py runs real engines."""
+"""Test the audit, which compares a hit's KV with KV that vLLM computes. tests/engine/test_audit.py runs engines."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -55,7 +55,7 @@ NAN = float("nan")
     [
         (4.0, {}, (0, "K", 0, 0.0), False),
         (4.0, {"v1": 0.03}, (1, "V", 1, 0.05), False),  # error: sqrt(0.03 / (3 * 4))
-        (4.0, {"v0": 0.48, "k1": 12.0}, (0, "V", 1, 0.2), True),  # the first layer above its limit, not the worst
+        (4.0, {"v0": 0.48, "k1": 12.0}, (0, "V", 1, 0.2), True),  # the first layer above the limit, not the worst layer
         (4.0, {"k1": NAN}, (1, "K", 1, 1e9), True),
         (0.0, {"k1": 1.0}, (1, "K", 1, 1e9), True),
         (0.0, {}, (0, "K", 0, 0.0), False),
@@ -63,7 +63,7 @@ NAN = float("nan")
     ],
 )
 def test_the_difference_is_a_share_of_the_norm(of: float, off: dict[str, float], found: Any, is_wrong: bool) -> None:
-    """Compare a chunk of two layers. of: squared norm of each token. off: {"k0": squared error of K in layer 0}."""
+    """Compare a chunk of two layers. of: squared norm of each token. off: squared errors. "k0": K of layer 0."""
     squares = torch.zeros(2, 2, 3)
     for name, value in off.items():
         squares[int(name[1]), "kv".index(name[0]), 1] = value

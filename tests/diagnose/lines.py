@@ -1,4 +1,4 @@
-"""Make logs and log lines for the tests of kvfix-diagnose. A line is a filled log statement of a release."""
+"""Make logs and log lines for the tests of kvfix-diagnose. A line is a release's log statement with values."""
 
 import gzip
 import re
@@ -27,13 +27,13 @@ STARTS = "(EngineCore_DP0 pid=276) INFO 12-03 01:24:36 [core.py:7] Initializing 
 
 
 def finding_logs(kind: str) -> dict[str, list[str]]:
-    """Return {code: texts} from finding_logs.toml. kind: `found`, `alike` or `says`."""
+    """Return the logs of this kind for each problem code in finding_logs.toml. kind: `found`, `alike` or `says`."""
     known = tomllib.loads(Path(__file__).with_name("finding_logs.toml").read_text())
     return {code: [expanded(log) for log in logs.get(kind, ())] for code, logs in known.items()}
 
 
 def expanded(log: str) -> str:
-    """Write a block of `3 x ` lines three times, without this prefix. Replace {n} by the number of the repetition."""
+    """Write a block of lines with prefix `3 x ` three times, without the prefix. Replace {n} by the copy's number."""
 
     def repeat(lines: re.Match[str]) -> str:
         block = re.sub(r"^\d+ x ", "", lines[0], flags=re.MULTILINE)
@@ -106,7 +106,7 @@ def site_packages() -> Path:
 
 
 def vllm_releases() -> dict[str, Path]:
-    """Return {release: its site-packages} of the installed vLLM and of each vLLM in .cache/vllm."""
+    """Return the releases and site-packages folders of the installed vLLM and of each vLLM in .cache/vllm."""
     others = (ROOT / ".cache/vllm").glob("*/lib/python*/site-packages")
     return {"0.32.0": site_packages(), **{path.parts[-4]: path for path in others}}
 

@@ -83,7 +83,7 @@ def test_a_group_of_exceptions_is_what_its_members_are() -> None:
     assert cut.sentence.startswith("ExceptionGroup: two loads")
 
 
-#: The traceback of an assertion in LMCache that has no text (KVD849).
+#: The traceback of a failed LMCache assertion without a message (KVD849).
 ASSERTED = (
     "Traceback (most recent call last):",
     '  File "/opt/app/lmcache/v1/storage_backend/local_cpu_backend.py", line 60, in initialize_allocator',
@@ -110,7 +110,7 @@ def test_a_traceback_behind_the_prefix_of_a_launcher(prefix: str) -> None:
 
 
 def test_a_traceback_that_lost_its_blanks_or_its_lines() -> None:
-    """One traceback was pasted without a code fence. Another was printed by `repr`, in one line."""
+    """A paste without a code fence loses its indentation. `repr` prints a traceback in one line."""
     assert codes(diagnose("\n".join(line.strip() for line in ASSERTED if "^" not in line))) == ["KVD849"]
     in_one = "\\n".join(ASSERTED).replace('"', '\\"')
     assert codes(diagnose(f'2026-11-21 ERROR "{in_one}\\n"')) == ["KVD849"]

@@ -25,7 +25,7 @@ def read(text: str) -> list[tuple[str, Fields]]:
 
 @pytest.mark.parametrize(("dist", "release"), PACKAGES)
 def test_the_data_are_those_of_the_release(dist: str, release: str) -> None:
-    """statements.json has the log statements in the files of the release. `make statements` writes it."""
+    """statements.json must agree with the release's log statements. `make statements` writes statements.json."""
     rows = [row for row in statements.known()[dist] if release in row.lines]
     known = {(row.file, row.message, row.template, row.level, line) for row in rows for line in row.lines[release]}
     names = {row.file for row in rows}
@@ -124,7 +124,7 @@ def test_the_statistics_of_the_newest_vllm_are_read() -> None:
 
 
 def test_the_names_of_nixls_statistics_are_those_of_the_newest_vllm() -> None:
-    """The names in the line have the order of nixl/stats.py, because kv_connector/v1/metrics.py keeps this order."""
+    """vLLM logs NIXL's statistics in the order of nixl/stats.py, because kv_connector/v1/metrics.py keeps the order."""
     source = (site_packages() / "vllm/distributed/kv_transfer/kv_connector/v1/nixl/stats.py").read_text()
     line = finding_logs("found")["KVD1051"][0].partition("metrics: ")[2]
     places = [source.index(f'"{value.partition("=")[0]}"') for value in line.split(", ")]

@@ -11,7 +11,7 @@ HEALTHY = (
     "healthy-0.5.6", "healthy-0.5.6-debug", "healthy-plain-0.5.6", "healthy-quiet-0.5.6", "healthy-disk-0.5.6",
     "mp-0.5.6", "mp-0.5.6.server",
 )  # fmt: skip
-WINDOWS = {20: 3, 50: 7, 100: 11, 200: 17}  # {lines of an excerpt: lines between the starts of two excerpts}
+WINDOWS = {20: 3, 50: 7, 100: 11, 200: 17}  # lines of an excerpt, and lines to the start of the next excerpt
 ERRORS = (
     b"(APIServer pid=7) ERROR 11-21 10:01:10 [serving_chat.py:257] Error in preprocessing prompt inputs\n",
     b"[2026-11-21 10:01:10,123] LMCache ERROR: Failed to send heartbeat once (x.py:7:lmcache.v1.x)\n",
@@ -42,7 +42,6 @@ def found(text: bytes, general: bool = False) -> list[str]:
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_log_has_no_finding(name: str) -> None:
-    """A part of the log has no finding either, even if the part has only lines of the engine's start."""
     whole = real(name).splitlines(keepends=True)
     for part in (whole, *parts(whole, 5)):
         assert found(b"".join(part), general=True) == [], (whole.index(part[0]), len(part))

@@ -22,7 +22,7 @@ def troubles(log: Diagnosis) -> set[str]:
 
 
 def test_the_end_of_a_log_and_its_decisive_line_do_not_contradict_the_whole() -> None:
-    """The whole log has each certain finding of its last 200 lines and of its decisive line, except symptoms."""
+    """A certain finding of a log's last 200 lines or decisive line, except a symptom, is a finding of the whole log."""
     for log in known():
         whole = diagnosed(log)
         lines = log.splitlines(keepends=True)
@@ -45,7 +45,6 @@ def shown(log: Diagnosis, codes: dict[str, str]) -> list[tuple[object, ...]]:
 
 
 def test_other_codes_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test changes the codes of all records, and the order of the codes. Each log keeps its findings."""
     before = [shown(diagnosed(log), {}) for log in known()]
     records = problems.catalogue()
     codes = [each.code for each in records]

@@ -1,6 +1,6 @@
-"""Logs of real engines on the CPU (tests/engine/start.py). A stand-in replaces the GPU connector of in-process LMCache.
+"""Diagnose logs of real engines on the CPU (tests/engine/start.py). In-process LMCache has a fake GPU connector.
 
-planted.tar.xz has logs of engines with a planted fault, and of healthy twins (tests/engine/planted_logs.toml).
+planted.tar.xz has logs of engines with and without a planted fault (tests/engine/planted_logs.toml).
 `python -m tests.engine.planted_logs FOLDER --pack` makes this archive.
 """
 
@@ -53,7 +53,7 @@ def test_real_logs(names: list[str], found: list[str]) -> None:
 
 @pytest.mark.parametrize("names", [["healthy-0.5.6", "crash-0.3.10"], ["crash-0.3.10", "healthy-0.5.6"]])
 def test_an_engine_that_was_upgraded_has_one_log(names: list[str]) -> None:
-    """The remedy is for the release of the crashed engine."""
+    """The log names two LMCache releases. The remedy is for the release whose engine crashed."""
     diagnosis = diagnosed(b"".join(real(name) * (5 if "healthy" in name else 1) for name in names))
     assert codes(diagnosis) == ["KVD101"]
     remedy, alone = (advice.remedy(each, each.findings[0]) for each in (diagnosis, diagnose("crash-0.3.10")))
@@ -104,7 +104,7 @@ def test_a_debug_log_hides_nothing() -> None:
 
 
 def test_the_innermost_frames_of_a_deep_fault_are_kept() -> None:
-    """faulthandler prints the innermost frame, which crashed, first."""
+    """faulthandler prints the innermost frame first. The process crashed in this frame."""
     rows = "".join(f'  File "/opt/app/x.py", line {number} in f{number}\n' for number in range(1, 91))
     log = diagnosed(f"Fatal Python error: Segmentation fault\n\nThread 7 (most recent call first):\n{rows}\n".encode())
     assert log.failures.raised[0].fields["frames"][-1] == ("/opt/app/x.py", 1, "f1")
@@ -137,9 +137,9 @@ def test_every_planted_fault_has_a_healthy_twin() -> None:
 
 
 def played(seeds: int) -> list[tuple[list[str], str, int]]:
-    """Return for each plain schedule the violated rules, LMCache's log, and the number of loaded tokens."""
+    """Play a schedule without faults for each seed. Return violated rules, LMCache's log, and loaded tokens."""
     os.environ["LMCACHE_LOG_LEVEL"] = "DEBUG"
-    sys.stderr = log = io.StringIO()  # LMCache's log handlers keep the stderr that they find when they are created
+    sys.stderr = log = io.StringIO()  # before LMCache creates log handlers, which keep this stderr
     from kvfix_tools.lab import runner
 
     runner.prepare(None)

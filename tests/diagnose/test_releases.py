@@ -37,14 +37,14 @@ def died(place: str, words: str = "EngineCore encountered a fatal error.") -> st
 
 @pytest.mark.parametrize("release", sorted(vllm_releases()))
 def test_the_line_at_which_enginecore_dies(release: str) -> None:
-    """core.py logs each of the two messages at another line number in each release, so the number shows the release."""
+    """Each vLLM release logs the two messages at other lines of core.py, so the line number shows the release."""
     lines = (vllm_releases()[release] / "vllm/v1/engine/core.py").read_text().splitlines()
     for words in ("EngineCore failed to start.", "EngineCore encountered a fatal error."):
         at = next(number for number, line in enumerate(lines, 1) if words in line)
         log = diagnosed(died(f"core.py:{at}", words).encode())
         assert log.releases.placed() == [release]
         assert log.releases.within("vllm", f"=={release}") is True
-        # The paste begins within the traceback.
+        # This log begins with the traceback, without the line above.
         assert diagnosed(died(f"v1/engine/core.py:{at}").partition("\n")[2].encode()).releases.placed() == [release]
 
 
@@ -61,7 +61,7 @@ def test_other_files_and_lines_say_nothing() -> None:
 
 @pytest.mark.parametrize("place", sorted(grammar.TABLES.files))
 def test_files_of_tracebacks_are_of_these_releases(place: str) -> None:
-    """TABLES.files names the releases in which a file has code. Files of up to 20 lines only re-export names."""
+    """TABLES.files names the releases in which a file has code. A file of up to 20 lines does not count."""
     for release, packages in vllm_releases().items():
         path = packages / place
         files = [path] if path.suffix else [*path.rglob("*.py")] if path.is_dir() else []
@@ -79,7 +79,7 @@ def test_a_traceback_bounds_the_release() -> None:
 
 
 def warned(monkeypatch: pytest.MonkeyPatch, problem: Problem, release: str) -> Diagnosis:
-    """Diagnose a log of this release of vLLM ("": not named), as if kvfix-diagnose knew only this problem."""
+    """Diagnose a log that names this vLLM release ("": no release), as if kvfix-diagnose knew only this problem."""
     monkeypatch.setattr(problems, "at", lambda line: (problem,) if line.name == "logged" else ())
     named = STARTS.format(release) if release else ""
     return diagnosed(f"{named}WARNING 12-03 01:24:36 [scheduler.py:7] strange things\n".encode())
@@ -95,7 +95,7 @@ RIGHT = structs.replace(WARNED, releases={}, fixed_in={"vllm": "0.11.0"})
 @pytest.mark.parametrize(
     ("problem", "release", "found"),
     [
-        # 0.26.0 does not have the problem and 0.32.0 has it: 0.29.0 may have it.
+        # 0.26.0 does not have the problem and 0.32.0 has the problem, so the verdict for 0.29.0 is unknown.
         (WARNED, "0.33.0", ["violated"]), (WARNED, "0.29.0", ["unknown"]), (WARNED, "0.26.0", []),
         (WARNED, "0.20.2", []), (RIGHT, "0.10.2", ["violated"]), (RIGHT, "0.21.0", []),
     ],

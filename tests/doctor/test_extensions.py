@@ -1,4 +1,4 @@
-"""Load compiled extensions that are broken or crash, in a real child process. A stand-in replaces torch."""
+"""Load broken or crashing compiled extensions in a child process. In most tests, a fake package replaces torch."""
 
 import os
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -38,7 +38,7 @@ def library() -> bytes:
 
 
 def without(content: bytes) -> bytes:
-    """Replace a symbol of Python in this library by a C++ symbol that no library has."""
+    """Make the library import a C++ symbol that no library has, in place of a symbol of Python."""
     for name in (b"PyObject_GetAttr", b"PyUnicode_FromStringAndSize"):
         at = content.find(b"\0" + name + b"\0")
         if at >= 0:
@@ -47,7 +47,7 @@ def without(content: bytes) -> bytes:
 
 
 def for_cuda_12() -> bytes:
-    """Return c_ops of LMCache 0.3.10, built for CUDA 12. In this copy, the missing libcudaX replaces torch's libc10."""
+    """Return LMCache 0.3.10's c_ops, built for CUDA 12. The copy needs a missing libcudaX instead of torch's libc10."""
     return next((RELEASES / "0.3.10/lmcache").glob("c_ops*.so")).read_bytes().replace(b"libc10.so\0", b"libcudaX.\0")
 
 
@@ -107,7 +107,7 @@ def test_the_build_for_this_processor(flags: str, builds: list[str], loaded: str
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="vLLM has these builds for x86")
 def test_what_vllm_loads_without_avx512(tmp_path: Path) -> None:
-    """Without AVX-512, vLLM loads its build for AVX2. The builds that need AVX-512 would end in SIGILL."""
+    """On a processor without AVX-512, vLLM loads its AVX2 build. An AVX-512 build would crash with SIGILL."""
     setup = look(serve(V1), site_packages(), machine(tmp_path, flags=AVX2))
     said = [(line.status, line.what.partition(" with ")[0]) for line in say(setup, "extensions")]
     assert ("ok", "vllm._C_AVX2 loads") in said

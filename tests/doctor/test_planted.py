@@ -44,7 +44,7 @@ def words(folder: Path, transfer: dict[str, Any] | None) -> list[str]:
 
 @pytest.mark.parametrize("which", ["in process", "two ranks", "multi process", "plain"])
 def test_a_set_up_that_works_has_no_complaint(which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run all checks with a fake result for the compiled extensions. `test_the_installation_itself` loads real ones."""
+    """Run all checks, without loading the compiled extensions. `test_the_installation_itself` loads the extensions."""
     facts = {"version": "2.13.0", "cuda": None, "available": False}
     monkeypatch.setattr(extensions, "attempt", lambda *_: extensions.Tried(facts, {}, "not in this test"))
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -66,7 +66,7 @@ def test_a_set_up_that_works_has_no_complaint(which: str, tmp_path: Path, monkey
 
 @pytest.mark.parametrize(("cuda", "supported", "count"), [(None, "", 1), (None, "auto", 0), ("13.0", "", 0)])
 def test_without_a_gpu(cuda: Any, supported: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """LMCache 0.5.6's server accepts only the mode lmcache_driven, unless the command line names another mode."""
+    """By default, LMCache 0.5.6's server supports only lmcache_driven. An option can set another transfer mode."""
     options = {"port": "5555", **({"supported-transfer-mode": supported} if supported else {})}
     monkeypatch.setattr(servers, "running", lambda port: Command("lmcache server", "", options, {}, False, ""))
     here = torch(site(tmp_path, vllm=False), cuda=cuda)

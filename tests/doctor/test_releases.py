@@ -1,4 +1,4 @@
-"""Test which imports and calls doctor reports between two small packages. planted.toml tests real pairs of releases."""
+"""Test which wrong imports and calls doctor reports for two small packages. planted.toml has pairs of real releases."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from kvfix_tools.doctor.packages import Package
 
 
 def write(folder: Path, **modules: str) -> Package:
-    """Write a package of these modules; `sub__mod` is sub/mod.py."""
+    """Write a package with these modules. The name `sub__mod` stands for sub/mod.py."""
     for name, text in modules.items():
         file = folder.joinpath(*name.split("__")).with_suffix(".py")
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -24,7 +24,7 @@ THEIRS = {
     "class Taking:\n    def __init__(self, a, *rest): ...\n",
     "records": "from dataclasses import dataclass\n@dataclass\nclass Record:\n    a: int\n    b: int = 2\n",
 }
-#: {code of the package `ours`, which uses the package `theirs`: text of the report, or "" for no report}
+#: Code of package `ours`, which uses package `theirs`, and a part of doctor's report. "": doctor reports nothing.
 CASES = {
     "from theirs.things import VALUE, function, os": "",
     "from theirs.things import gone": "cannot import name 'gone' from 'theirs.things'",

@@ -1,4 +1,4 @@
-"""Hang in a connector hook. The argument `deaf` blocks signal handlers. Arguments `engine NAME` set an engine id."""
+"""Hang in a connector hook. With argument `deaf`, no signal handler runs. Arguments `engine NAME` set an engine id."""
 
 import ctypes
 import signal

@@ -64,7 +64,7 @@ def test_it_says_which_process_hangs_in_which_hook(tmp_path: Path, capsys: pytes
     if f"stacks-{pid}.json" in parts:
         assert "start_load_kv" in parts[f"stacks-{pid}.json"]
     else:
-        assert found["processes"][0]["stacks"]  # stacks, or why py-spy read none, for example missing rights
+        assert found["processes"][0]["stacks"]  # the stacks, or the reason why py-spy could not read the stacks
 
 
 def test_workers_that_are_no_children_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,7 +106,7 @@ def test_a_process_without_a_recorder_gets_no_signal(
 
 
 def dumped_with(limit: list[str], pid: int, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run the command in a separate process. limit: command line of a program that limits rights or resources."""
+    """Run `kvfix dump` in a separate process. limit: command line of a program that limits rights or resources."""
     command = [*limit, sys.executable, "-m", "kvfix_tools.cli", "dump", str(pid), "-o", str(folder)]
     return subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=120, check=False)
 
@@ -118,7 +118,7 @@ def test_without_rights_nothing_is_claimed(idle: subprocess.Popen[bytes], tmp_pa
     assert "could not be read, and may be in a connector hook" in done.stdout
     assert "in no connector hook" not in done.stdout
     assert "Permission denied" in done.stdout
-    assert len(list(tmp_path.glob("*.tar.gz"))) == 1  # the bundle is written, with settings and fixes
+    assert len(list(tmp_path.glob("*.tar.gz"))) == 1  # kvfix still writes the bundle, with settings and fixes
 
 
 def test_a_full_disk_leaves_no_bundle(idle: subprocess.Popen[bytes], tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_children_follow_their_parents() -> None:
-    """kvfix reads each process's state and start time. Two processes with the same pid differ in their start time."""
+    """kvfix reads each process's state and start time. The start time shows whether a pid now names a new process."""
     program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(1, flush=True); input()'])"
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"1\n"
@@ -151,7 +151,7 @@ def test_children_follow_their_parents() -> None:
 
 
 def test_only_a_file_of_its_own_user_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """kvfix reads this test process's `.ready` file, but not through a linked folder or in another user's folder."""
+    """kvfix reads a process's `.ready` file. kvfix follows no link to a folder, and reads no folder of another user."""
     monkeypatch.setenv("KVFIX_DUMP_DIR", str(tmp_path))
     signals.write_announcement()
     process = processes.tree(os.getpid())[0]

@@ -1,4 +1,4 @@
-"""On a real engine, the audit of hits reports nothing if the cache is right. Else the audit names chunk and layer.
+"""Test the audit of cache hits on real engines. The audit reports only wrong KV, and names the wrong chunk and layer.
 
 The tests plant the faults of plugin/kvfix_engine_verify.py. start.py also runs this file as a program. LMCache and
 the program share one process, so the program can change chunks in LMCache's memory.
@@ -25,14 +25,15 @@ from tests.engine.start import Ran
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 TOKENS = 4
-#: Some prompts are whole chunks, some end inside a chunk, some are longer than a step: 108 chunks in all.
+#: Some prompts fill whole chunks, some end inside a chunk, and some need several steps. They have 108 whole chunks.
 PROMPTS = [prompt(tokens, seed) for seed, tokens in enumerate([100, 128, 200, 256, 411, 657] * 4 + [300], 1)]
-#: WRONG: the prompt whose chunks get planted faults. It has three whole chunks and a part of a chunk.
+#: The tests plant faults in the cached chunks of WRONG. This prompt has three whole chunks and a part of a chunk.
 WRONG, OTHER = prompt(200, 77), prompt(200, 78)
 ENGINE = {"max_model_len": 1024, "num_gpu_blocks_override": 257, "max_num_batched_tokens": 352}
 TRANSFER = {**start.v1(64), "kv_connector": "Copied", "kv_connector_module_path": "kvfix_engine_verify"}
 ENVIRONMENT = {**start.ONE_PROCESS, "KVFIX_TEST_REAL_CONNECTOR": "1"}
-#: {fault: (number of wrong chunks, index of the first wrong chunk, its first wrong layer, K or V, its worst token)}
+#: Findings for each fault: number of wrong chunks, index of the first wrong chunk, and first wrong layer, part (K or V)
+#: and worst token of the first wrong chunk. None: the test does not check the value.
 FOUND: dict[str, tuple[int, int, int | None, str, int | None]] = {
     "two_chunks_swapped": (2, 0, 0, "K", None),
     "chunk_of_another_prompt": (1, 0, 0, "K", None),
@@ -47,7 +48,7 @@ FOUND: dict[str, tuple[int, int, int | None, str, int | None]] = {
 
 
 class Linear:
-    """Replaces linear layers. halves: add two half sums, as two ranks do. change: relative change of the weights."""
+    """Replaces vLLM's linear layers. halves: add two half sums, as two ranks do. change: relative change of weights."""
 
     halves = False
     change = 0.0
@@ -117,7 +118,7 @@ class Engine:
 
 
 def healthy(engine: Engine) -> dict[str, Any]:
-    """Send 25 prompts, then repeat them in four rounds: 100 hits. Rounds 2 and 4 reverse the order, with `halves`."""
+    """Send 25 prompts, and then 100 hits in four rounds. Rounds 2 and 4 reverse the order and set `Linear.halves`."""
     cold = [engine.ask([each])[0] for each in PROMPTS]
     compared, right = [], True
     for order in (1, -1, 1, -1):
@@ -131,7 +132,7 @@ def healthy(engine: Engine) -> dict[str, Any]:
 
 
 def faults(engine: Engine) -> dict[str, Any]:
-    """Plant each fault. Return the comparisons, and whether the answer is right. Repeat `zeros` without the audit."""
+    """Return the comparisons for each planted fault, and if the answer is right. Repeat `zeros` without the audit."""
     import kvfix_engine_verify
 
     right, _ = (engine.ask([each])[0] for each in (WRONG, OTHER))
@@ -163,7 +164,7 @@ def put(chunks: list[torch.Tensor], kv: torch.Tensor) -> None:
 
 
 def half_of_the_hits(engine: Engine) -> dict[str, Any]:
-    """Audit half of the hits. Return the compared requests, and (`chosen`) the requests with a CRC below 2**31."""
+    """Audit half of the hits. Return ids of requests that were compared, got no promise, or have a CRC below 2**31."""
     engine.audit(0.5)
     compared, _ = engine.audited(PROMPTS)
     asked = {event.request: event.promised for event in engine.events("Asked")}
@@ -177,7 +178,7 @@ def half_of_the_hits(engine: Engine) -> dict[str, Any]:
 
 
 def error_in_kvfix(engine: Engine) -> dict[str, Any]:
-    """Make the comparison raise, and send a prompt twice. Return calls, answers, errors of kvfix, and `left()`."""
+    """Send a prompt twice while the comparison raises. Return call count, answers, kvfix's errors and `left()`."""
     with mock.patch.object(audit, "largest", side_effect=RuntimeError("planted")) as largest:
         answers = [engine.ask([WRONG])[0] for _ in range(2)]
     engine.audit(1)

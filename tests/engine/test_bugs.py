@@ -1,4 +1,4 @@
-"""Without kvfix, real vLLM engines with LMCache die, leak, are slow or give wrong output. With kvfix all work."""
+"""Without kvfix, vLLM engines with LMCache die, leak, are slow or give wrong output. With kvfix, all engines work."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -16,17 +16,17 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 APPLY = pytest.mark.parametrize("apply", [False, True], ids=["as released", "with kvfix"])
 ONE = prompt(300, 1)
-#: Request `running` leaves too few blocks for `waiting`, and still runs when the program aborts `waiting`.
+#: Request `running` leaves too few blocks for request `waiting`. serve.py aborts `waiting` while `running` still runs.
 ABORT: dict[str, Any] = {"running": (prompt(760, 9), 230), "waiting": (ONE, 2), "steps": 4, "extra_args": None}
-#: A dump has this text if the scheduler is in the hook.
+#: `kvfix dump` reports this text if the scheduler is in the hook.
 STANDS = "in get_num_new_matched_tokens of LMCacheConnectorV1 for "
-#: LMCache stores the prompt. Then vLLM computes the first 96 tokens again, and later looks up the whole prompt.
+#: In round 1, LMCache stores ONE. In round 2, vLLM computes ONE's first 96 tokens, then looks up the whole prompt.
 ON_TOP = [[(ONE, 5)], [(ONE[:96], 1), (ONE, 5)]]
 run = partial(start.run, environment=start.ONE_PROCESS)
 
 
 def died(ran: Ran, text: str) -> bool:
-    """Return True if the engine died. The log of a dead engine must have this error."""
+    """Return True if the engine died. The log of a dead engine must contain `text`."""
     if ran.written is not None:
         return False
     assert text in ran.log, ran.log[-3000:]
@@ -70,7 +70,7 @@ def server_of_046() -> Iterator[dict[str, Any]]:  # vLLM's copy of the MP connec
 
 @APPLY
 def test_statistics_of_an_aborted_request(apply: bool, tmp_path: Path, newest_server: dict[str, Any]) -> None:
-    """A client asks a multi-process connector for statistics, and then aborts the request. Any client can do this."""
+    """A client aborts a request that asks LMCacheMPConnector for statistics. Any client can send this request."""
     asks = {"kv_transfer_params": {"cached_token_stats": True}}
     abort = {**ABORT, "steps": 0, "running": (prompt(100, 9), 30), "extra_args": asks}
     ran = start.run(
@@ -84,7 +84,7 @@ def test_statistics_of_an_aborted_request(apply: bool, tmp_path: Path, newest_se
 
 @APPLY
 def test_polls_of_a_waiting_request_in_vllms_own_copy(apply: bool, tmp_path: Path, server_of_046) -> None:  # type: ignore[no-untyped-def]
-    """While a request waits for blocks, each lookup adds the hit to the stored tokens, so LMCache stores too little."""
+    """For a request that waits for blocks, each lookup counts the hit as stored again. So LMCache stores too little."""
     long, other = prompt(900, 21 + apply), prompt(640, 23 + apply)  # the cases share one server
     rounds = [[(long[:512], 1)], [(other, 40), (long, 2)], [(long, 2)]]
     ran = start.run(
@@ -94,13 +94,13 @@ def test_polls_of_a_waiting_request_in_vllms_own_copy(apply: bool, tmp_path: Pat
     assert "Force use builtin LMCacheMPConnectorUpstream" in ran.log
     assert [line["tokens"] for line in ran.notes if line["what"] == "grant"] == [512, 896 if apply else 512]
     assert ran.count("load") == 2
-    assert ran.findings() == {"KVD777"}  # LMCache 0.4.6 guesses the layout of vLLM 0.32, which is a risk
+    assert ran.findings() == {"KVD777"}  # KVD777 reports a risk: LMCache 0.4.6 guesses the KV layout of vLLM 0.32
     assert ran.answer["rounds"][1][1] == ran.answer["rounds"][2][0]
 
 
 @APPLY
 def test_a_worker_that_does_not_answer_lookups(apply: bool, tmp_path: Path) -> None:
-    """KVF015 doubles the pause after each lookup that times out. Without KVF015, a dump shows that the lookup waits."""
+    """KVF015 doubles the pause after each lookup that times out. Without KVF015, a dump shows a waiting scheduler."""
     dumps: list[dict[str, Any]] = []
 
     def stands_in_the_lookup(pid: int) -> None:
@@ -113,7 +113,7 @@ def test_a_worker_that_does_not_answer_lookups(apply: bool, tmp_path: Path) -> N
     transfer = start.v1(64, lookup_timeout_ms=300)
     environment = {**start.ONE_PROCESS, "KVFIX_TEST_HANG": "lookup_thread_waits"}
     environment |= {} if apply else {"KVFIX": "observe only="}
-    # The dumped process is not a fork, because a dump reads the environment with which the process was started.
+    # `kvfix dump` reads the environment with which a process was started, so the dumped process must not be a fork.
     ran = run(
         tmp_path, apply, transfer, rounds=[CROWD], environment=environment, before={0: [["spoil"]]},
         when=("Timeout occurred for rank", stands_in_the_lookup), forked=apply,
@@ -129,7 +129,7 @@ def test_a_worker_that_does_not_answer_lookups(apply: bool, tmp_path: Path) -> N
 
 
 def test_a_preempted_request_whose_worker_is_in_the_schedulers_process(tmp_path: Path) -> None:
-    """vLLM preempts and resumes a long prefill. Only with kvfix, the answer after a later hit is right."""
+    """vLLM preempts and resumes a long prefill, and later loads the KV. Only with kvfix, both answers are equal."""
 
     def twice(seed: int) -> list[list[tuple[list[int], int]]]:
         other, preempted = (prompt(300, seed), 60), (prompt(900, seed + 1), 8)

@@ -1,4 +1,4 @@
-"""In real vLLM engines, kvfix runs in EngineCore and worker, prevents the reported crash, and changes no answer."""
+"""In real engines, kvfix runs in EngineCore and worker, prevents LMCache issue 2158's crash, and changes no answer."""
 
 from pathlib import Path
 from typing import Any
@@ -27,20 +27,20 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 @pytest.fixture(scope="module")
 def in_process(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """Run the newest LMCache in mode `check`. In round 5, the stand-in for LMCache's GPU connector spoils the KV."""
+    """Run the newest LMCache, with kvfix in mode `check`. In round 5, the fake GPU connector spoils the KV."""
     more: dict[str, Any] = {"rounds": [*ROUNDS, CROWD], "before": {4: [["spoil"]]}, "mode": "check"}
     return start.run(tmp_path_factory.mktemp("v1"), apply=True, transfer=start.v1(64), **more)
 
 
 @pytest.fixture(scope="module")
 def early(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """Run the LMCache release with the reported bug. kvfix applies the fix. The processes are not forked."""
+    """Run LMCache 0.3.10, which has the bug of issue 2158. kvfix applies the fix. The processes are not forks."""
     return start.run(tmp_path_factory.mktemp("early"), True, start.v1(256), lmcache=release(EARLY), forked=False)
 
 
 @pytest.fixture(scope="module")
 def multi_process(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """Run LMCacheMPConnector with a server, in mode `check`. The plugin makes kvfix's code raise in every hook."""
+    """Run LMCacheMPConnector, with kvfix in mode `check`. KVFIX_TEST_FAULTS makes kvfix raise in every hook."""
     with server() as transfer:
         more = {"mode": "check", "environment": {"KVFIX_TEST_FAULTS": "1"}}
         return start.run(tmp_path_factory.mktemp("mp"), apply=True, transfer=transfer, **more)
@@ -59,7 +59,7 @@ def test_kvfix_diagnose_finds_nothing(plain: Ran, in_process: Ran, early: Ran, m
 
 
 def assert_arrived(ran: Ran, verdict: str, mode: str = "fix") -> None:
-    """Assert that kvfix runs in EngineCore and worker, although only their parent has called kvfix.apply()."""
+    """Assert that kvfix runs in EngineCore and worker, although only the parent process has called kvfix.apply()."""
     found = ran.processes()
     assert found["SCHEDULER"]["process"] == "EngineCore"
     assert "Worker" in found["WORKER"]["process"]
@@ -99,7 +99,7 @@ def test_faults_in_all_hooks_are_logged_once(multi_process: Ran) -> None:
 
 
 class TestTheReportedCrash:
-    """LMCache issue 2158, as a user sees the crash in a whole engine."""
+    """Reproduce the crash of LMCache issue 2158 in a whole engine."""
 
     def test_as_released_the_engine_dies(self, tmp_path: Path) -> None:
         ran = start.run(

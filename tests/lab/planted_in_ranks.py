@@ -16,7 +16,7 @@ SHARES: dict[str, dict[str, Any]] = {"mp": {"ranks": 2, "context": True}}
 
 
 def _count_twice(engine: Any, schedule: Any) -> Any:
-    """Let the scheduler count one more block as computed for a request whose step is in flight."""
+    """While a step is in flight, count a block of 16 tokens too many as computed for each running request."""
     done = noted(engine)
     for request in engine.scheduler.running if engine._answers else ():
         if request.request_id not in done and request.num_computed_tokens + 16 < request.num_prompt_tokens:
@@ -57,7 +57,7 @@ row(
 
 @fault("LAB001 is stored with wrong KV", on=MP, **RANKS)
 def a_rank_stores_after_it_has_said_so(engine: Any) -> None:
-    """Report the second rank's store before it ends. Other requests then write to the blocks that the store reads."""
+    """Report a store of the second rank before the store ends. Other requests then write to blocks of the store."""
     server, done = engine.connector.server, []
 
     def others_come(iterate: Any) -> None:
@@ -109,7 +109,7 @@ def _before(groups: list[Any]) -> list[Any]:
 
 
 def _changed(changed: Callable[[Any], Any], place: int) -> Callable[..., Any]:
-    """Return a fault that changes the blocks of a transfer. place: position of the blocks in the arguments."""
+    """Return a fault that changes the blocks of a transfer. place: index of the argument with the blocks."""
     return lambda _, original, *given: original(*given[:place], changed(given[place]), *given[place + 1 :])
 
 
@@ -145,7 +145,7 @@ row(
 
 
 def _in_metadata_of_stores(block: int | None) -> Any:
-    """Replace the last block of KV group 1 in each store by `block`. For None, let no step wait for a store instead."""
+    """Replace the last block of KV group 1 in each store by `block`. If `block` is None, no step waits for stores."""
 
     def processed(_: Any, process: Any, output: Any, metadata: Any) -> Any:
         answer = process(output, metadata)
@@ -159,7 +159,7 @@ def _in_metadata_of_stores(block: int | None) -> Any:
     return processed
 
 
-# these faults change the connector's metadata after the fixes have corrected it
+# these faults change the connector's metadata after the fixes have corrected the metadata
 for name, block, text in (
     ("store_of_a_window_names_null_blocks", 0, "null blocks"),
     ("store_of_a_window_names_free_blocks", 59, "blocks freed before the step"),

@@ -43,13 +43,13 @@ def again(tokens: int) -> list[do.Step]:
     return [do.reset_prefix_cache(), do.serve("again", prompt(tokens), max_tokens=3), do.settle()]
 
 
-#: Stop before the worker sends a load and a store. The server's disk has the prompt of "first".
+#: Stop the schedule before the worker sends a load and a store. The server's disk has the prompt of "first".
 begin_load_and_store = steps(
     [do.serve("first", prompt(128)), on_disk, do.reset_prefix_cache()],
     [do.admit("loads", prompt(140)), do.admit("stores", prompt(160, seed=1))],
     until(lambda engine: engine.connector.server.loading and engine.connector.server.storing["stores"]),
 )
-#: Kill the server before the worker sends a load and a store, then restart it. A request then hits the server's disk.
+#: Kill the server before the worker sends a load and a store, then restart the server. A request then hits the disk.
 KILLED = steps(
     [begin_load_and_store, do.server_dies(), do.step(2), do.server_comes_back(), do.run()],
     [again(128), counted("server_restarts", 1, 1)],
@@ -61,12 +61,12 @@ row(
 
 
 def evicts(engine: Any) -> None:
-    """Wait until the server has evicted objects. L1 is then at most four fifths full."""
+    """Wait until evictions leave L1, the server's cache in memory, at most four fifths full."""
     process = engine.connector.server.process
     process.until(lambda: process.locks()["objects"] <= L1_OBJECTS * 4 // 5)
 
 
-#: Store other prompts until the full server evicts the chunks of the first prompt. The server's disk is empty.
+#: Store other prompts until the full server evicts the chunks of the first prompt. Then empty the disk.
 FILLED = steps(
     do.serve("first", prompt(100)),
     [do.serve(f"other {seed}", prompt(320, seed=seed)) for seed in range(1, 7)],

@@ -126,7 +126,7 @@ def after_one_load(mode: str, skip: int | None) -> list[Any]:
 @pytest.mark.parametrize(("mode", "release"), [("", "0.5.5"), ("layers", "0.5.6")])
 @answers([0], [1], also="release")
 def test_a_pin_that_comes_during_a_load_stays(mode: str) -> list[int]:
-    """While request r loads chunks, the lookup server pins them for request o. Return the pins after the load."""
+    """While request r loads chunks, a lookup pins the chunks for request o. Then return the distinct pin counts."""
 
     def lookup_of_o() -> None:
         thread = threading.Thread(target=made.look_up, args=("o",))
@@ -143,7 +143,7 @@ def test_a_pin_that_comes_during_a_load_stays(mode: str) -> list[int]:
 
 @answers([1], fixes=True)
 def test_a_load_that_ends_early_leaves_no_pin() -> list[int]:
-    """One of two layerwise loads ends early. LMCache must keep only the pin of request o. Return the pins."""
+    """One of two layerwise loads ends early. LMCache must keep only the pin of request o. Return the pin counts."""
     made = make_engine("layers")
     made.store()
     for name in "rso":
@@ -157,7 +157,7 @@ def test_a_load_that_ends_early_leaves_no_pin() -> list[int]:
     return sorted(set(made.pins()))
 
 
-#: (mode, release, tokens that vLLM has (None: an aborted lookup), states of the cached chunks without fixes)
+#: (mode, release, number of tokens that vLLM has, states of cached chunks without fixes). None: abort before the load.
 AFTER_ONE_LOAD = [
     ("async", "0.3.15", 0, [[1, 1, True]]),  # wrong: pinned for ever
     ("async", "0.5.1", 0, [[1, 0, True]]),  # right
@@ -166,7 +166,7 @@ AFTER_ONE_LOAD = [
     ("", "0.5.5", 0, [[1, 0, True]]),  # wrong: the pin of request o is gone
     ("layers", "0.5.6", 0, [[1, 0, True]]),
     ("async", "0.3.15", None, [[2, 1, True]]),
-    # LMCache also fetched chunks that vLLM has. 0.4.1 releases only these chunks twice, 0.5.6 all chunks.
+    # LMCache also fetches chunks that vLLM has. 0.4.1 frees only these chunks twice. 0.5.6 frees all chunks twice.
     ("async", "0.4.1", 32, [[0, 0, False], [1, 0, True]]),
     ("async", "0.5.6", 32, [[0, 0, False]]),
 ]
@@ -211,7 +211,7 @@ class Worker:
         return meta
 
     def step(self, requests: dict[str, str], load: bool, hit: int = 64) -> None:
-        """Make a step that loads or stores. requests: {name: tag}. A load of the whole prompt stores nothing."""
+        """Run a step that loads or stores. requests: tags by request id. A load of the whole prompt stores nothing."""
         import torch
 
         metadata = self.module.LMCacheConnectorMetadata()
@@ -230,7 +230,7 @@ class Worker:
 @pytest.mark.parametrize("release", ["0.4.6", "0.5.6"])
 @answers([0, 0, 0, 64, [], True], [64, 64, 0, 0, ["b", "a"], True], also="release", fixes=["KVF017"])
 def test_each_tenant_has_keys_of_its_own() -> list[Any]:
-    """Tenants a and b store one prompt. Return the hits for a, b, another tenant and no tag, and the loads' tags."""
+    """Tenants a and b store one prompt. Return the hits of a, b, a third tenant and no tenant, and the loads' tags."""
     worker = Worker()
     worker.step({"one": "a", "other": "b"}, load=False)
     found = [worker.found(*each) for each in (("again", "a"), ("another", "b"), ("stranger", "c"), ("untagged",))]
@@ -243,7 +243,7 @@ def test_each_tenant_has_keys_of_its_own() -> list[Any]:
 
 @answers([0] * 4, [1] * 4)
 def test_a_load_leaves_the_pins_of_other_requests() -> list[int]:
-    """The adapter loads without a request id, so KVF018 must find the request. Another request waits for the chunks."""
+    """The adapter gives a load no request id, so KVF018 must find the request. Another request waits for the chunks."""
     worker = Worker()
     worker.step({"one": ""}, load=False)
     worker.found("r")
@@ -252,11 +252,11 @@ def test_a_load_leaves_the_pins_of_other_requests() -> list[int]:
     return worker.engine.pins()
 
 
-#: (fixes, number of hit chunks still cached, tokens of the hit, [failed blocks of the load, cached chunks afterwards])
+#: (fixes, number of hit chunks that are still cached, tokens of the hit, [failed blocks, number of cached chunks])
 SHORT = [
     (False, 0, 64, ["dies", 0]), (False, 2, 64, [[], 2]), (["KVF026"], 0, 64, [[0, 1, 2, 3], 0]),
     (True, 2, 64, [[2, 3], 2]), (True, 4, 64, [[], 4]),
-    # One of two hit chunks is gone. The step computes later chunks from missing KV. With KVF026 alone, all are stored.
+    # One of two hit chunks is gone, so later chunks are computed from wrong KV. KVF026 alone does not prevent stores.
     (["KVF026"], 1, 32, [[1], 4]), (True, 1, 32, [[1], 1]),
 ]  # fmt: skip
 

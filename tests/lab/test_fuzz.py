@@ -1,4 +1,4 @@
-"""The fuzzer: healthy schedules are clean, all drawn options take effect, and impossible options are refused."""
+"""Test the fuzzer. Healthy schedules are clean, all drawn options take effect, and impossible options are refused."""
 
 import gc
 import json
@@ -19,7 +19,7 @@ from tests.conftest import RELEASES, Fresh, Once
 from tests.diagnose.lines import site_packages
 from tests.healthy import own_blocks
 
-#: The only finding of plain schedules with LMCache 0.5.6. The bug also has a scenario.
+#: The only finding of schedules without faults, with v1 and LMCache 0.5.6. The bug also has a scenario.
 KNOWN = re.compile(r"KVR009 state-left-behind \S+: _requests_priority still holds it")
 
 #: Counters that stay 0 without a real server.
@@ -34,7 +34,7 @@ def without(*features: str) -> set[str]:
 GROUPS = ("one_window", "two_windows", "larger_blocks", "states", "states_and_drafts", "one_object", "separate_objects")
 #: Counters of pairs of engines whose numbers of ranks differ.
 PAIRS = without("more_ranks", "fewer_ranks", "copied_heads")
-#: {connector: counters that stay 0}. For example, a kv_consumer stores nothing (lmcache_mp_connector.py 0.5.6:608),
+#: Counters that stay 0, by connector. For example, a kv_consumer stores nothing (lmcache_mp_connector.py 0.5.6:608),
 #: v1 has one KV group and no server, and the lab plays OffloadingConnector in one role.
 NEVER = {
     "v1": {
@@ -86,7 +86,7 @@ def _counts(done: Any) -> list[Any]:
 
 
 def _resumed() -> dict[str, Any]:
-    """Stop a run after some seeds, and continue it from its notes. Return the numbers of seeds, and the counts."""
+    """Stop a run after some seeds. Continue the run from its notes file. Return the numbers of seeds, and counts."""
     with tempfile.TemporaryDirectory() as folder:
         notes = Path(folder, "notes.json")
         stopped, whole = ran("v1", range(40), most=1, notes=notes), ran("v1", range(40), notes=notes)
@@ -166,7 +166,7 @@ AGAIN = 4
 
 
 def fuzzed(connector: str, plain: bool, mode: str, seeds: list[int], only: str) -> list[Any]:
-    """Return two rounds of [violations, counts]. Round one plays schedules with option `only` ("": all)."""
+    """Play schedules with option `only` ("": all, and some again). Return each round's [violations, counts]."""
 
     def played(seeds: list[int]) -> list[Any]:
         done = map(late.play, (each for each in run.schedules(seeds) if not only or getattr(each.options, only)))

@@ -1,7 +1,7 @@
 """kvfix applies either all targets of a fix or none. If one target is left out, the lab finds the bug.
 
-Some fixes wrap functions in two processes, and one process may run without kvfix. Half of a fix may cause new findings
-only of the rules CLOSED (faults.py). For example, a load may time out instead of waiting for ever.
+Some fixes wrap functions in two processes, and one process may run without kvfix. Half of a fix must cause no new
+findings, except of the rules in CLOSED (faults.py). For example, a load may time out instead of waiting for ever.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -64,7 +64,7 @@ def failed_store(connector: str) -> Case:
 
 
 def play_all() -> dict[str, list[str]]:
-    """Return {fix: findings that occur with one half of the fix, but not without the fix}."""
+    """Return for each fix the findings that occur with one half of the fix, but not without the fix."""
     found: dict[str, list[str]] = {}
     for fix in map(catalogue.find, FIXES):
         found[fix.code] = []
@@ -95,13 +95,13 @@ def found(options: Options, *parts: Any) -> list[str]:
 
 
 def other_fails(_: Any) -> None:
-    """In another engine of this process, let the load of a request with the same id `sharing` fail."""
+    """Let a load fail in a second engine of this process. Both engines have a request with the id `sharing`."""
     other = [do.stored_elsewhere(prompt(64)), do.fail_load("sharing"), do.serve("sharing", prompt(112))]
     steps(other, counted("loads_failed", 1))(late.LabEngine(OPTIONS))
 
 
 def shared(*parts: Any) -> list[str]:
-    """A load fails in the step that computes `sharing` from token 64 on. Only vLLM has the first 64 tokens."""
+    """Let `failing`'s load fail while a step computes `sharing` from token 64 on. Only vLLM has the first 64 tokens."""
     findings = found(
         OPTIONS,
         [do.store("first", prompt(160)), do.serve("before", prompt(64)), do.fail_load("failing")],
@@ -122,7 +122,7 @@ def fails_again() -> list[str]:
 
 
 def without(code: str, function: str, play: Callable[[], Any]) -> list[str]:
-    """Play with this fix, but without this function of the fix ("": with all functions). Return the findings."""
+    """Play with this fix, but leave out one of its functions ("": leave out none). Return the findings."""
     fix: Any = catalogue.find(code)
     left = [each for each in fix.targets if not function or not each.function.endswith(function)]
     with mock.patch.dict(vars(fix), targets=tuple(left)):
@@ -135,7 +135,7 @@ HOLE = (
     "64 are never stored"
 )
 SAVED = "LAB001 wrong-content r: the step reads token 192 of 326 computed ones, its slot holds other KV"
-#: (fix, target to leave out or "", case to play, starts of the findings).
+#: (fix, target to leave out or "", case to play, beginnings of the expected findings).
 INCOMPLETE: list[tuple[str, str, Callable[[], Any], tuple[str, ...]]] = [
     ("KVF007", "", shared, ()),
     ("KVF007", "_update_requests_with_invalid_blocks", shared, (HOLE,)),
@@ -186,7 +186,7 @@ def replaced(fix: Fix, target: Target) -> Iterator[None]:
 
 
 def of_several_functions() -> Iterator[tuple[Fix, str, tuple[Target, ...]]]:
-    """Yield fixes with several targets in a code copy. Fixes with scenarios come last, as scenarios replace classes."""
+    """Yield fixes with several targets in a code copy. Scenarios replace classes, so fixes with scenarios are last."""
     for fix in sorted(catalogue.fixes(), key=lambda each: bool(each.scenarios)):
         for copy, targets in fix.groups if fix.fixable else ():
             wrong = [each for each in targets if applicability.judge(each).state == "applicable"]
@@ -210,7 +210,7 @@ def played(fix: Fix, copy: str, fixes: bool) -> list[tuple[str, str]]:
 
 
 def play_replaced() -> dict[str, Any]:
-    """Replace one function at a time. Return {fix and function: [wrapped functions, scenarios changed by the fix]}."""
+    """Replace one function at a time. Return the functions that kvfix still wraps, and the changed scenarios."""
     found: dict[str, Any] = {}
     every = list(of_several_functions())
     for fix, copy, wrong in every:

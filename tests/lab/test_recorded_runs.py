@@ -58,7 +58,7 @@ HERE = {run.connector: run for run in RUNS if run.versions["vllm"] == installed_
 
 
 def shown(connector: str, seed: int, rule: str) -> list[str]:
-    """Return the fixes without which the seed violates this rule. Only one fix at a time is left out."""
+    """Leave out one fix at a time. Return the fixes without which the seed's schedule violates this rule."""
     (drawn,) = late.Run(connector, False).schedules([seed])
     return fixes_of(rule, "", released_findings.without_each(drawn))
 

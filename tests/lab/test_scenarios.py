@@ -66,25 +66,24 @@ def test_as_released(slug: str, release: str, once: Once) -> None:
 def test_with_fixes(slug: str, release: str, once: Once) -> None:
     each = played(once, release)[slug, True]
     if not find(slug).fixes:
-        # No fix exists, so the outcome stays the same. It may change only if the run without fixes shows another bug.
+        # No fix exists. The outcome may differ only if the run without fixes shows another bug.
         assert each["outcome"] == each["expected"] or played(once, release)[slug, False]["also"], each
         return
     assert each["outcome"] in ("clean", "not-applicable"), each
     if each["outcome"] == "clean" and each["expected"] == "violated":
-        # A pair of engines may store nothing, but then the pair has a lease or an abort. A session counts its inputs.
+        # A pair of engines may store no tokens, but then has a lease or an abort. A streaming session has inputs.
         done = ("stored_tokens", "finished", "leases", "aborted", "aborts", "inputs")
         assert sum(each["counts"].get(name, 0) for name in done) > 0, "nothing was tested"
 
 
 def test_a_fix_acts_in_the_scenarios_of_its_bug(once: Once) -> None:
     found = {slug: each["acted"] for (slug, fixes), each in played(once, "0.5.6").items() if fixes}
-    # With KVF322, the load in the scenario below ends without a registration that raises an exception. So KVF325 has no
-    # exception to catch.
+    # In this scenario, KVF322 ends the load without the registration that raises. So KVF325 has no exception to catch.
     assert {slug for slug, counts in found.items() if not all(counts.values())} <= {"nixl-push-thread-loses-notices"}
     assert len({code for counts in found.values() for code in counts}) > 60
 
 
-#: {scenario: reason}. kvfix sees the scenario's bug in hook calls, but with no release in PLAYED.
+#: Scenarios, and the reason why hook calls show the scenario's bug in no release of PLAYED.
 NOT_HERE = {
     "resume-is-not-known": "0.3.9 has it, which `make matrix` plays",
     "mp-abort-while-prefetching-in-tree": "the client of 0.4.6 keeps nothing of a lookup that was not answered",

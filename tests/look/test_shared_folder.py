@@ -1,4 +1,4 @@
-"""kvfix as root follows no link that another user made. It reads only files that the user of the engine owns."""
+"""Even as root, kvfix follows no link that another user made. kvfix reads only files that the engine's user owns."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`make drill` reports a violation that only the fixes cause, if it is worse than each violation without fixes."""
+"""`make drill` reports a violation with fixes if the violation is worse than each violation without fixes."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from maintain import drill
 @pytest.mark.parametrize(
     ("released", "fixed", "found"),
     [
-        ({"KVR022"}, {"LAB003"}, []),  # a hang in place of wrong output
+        ({"KVR022"}, {"LAB003"}, []),  # the fixes turn wrong output into a hang
         ({"KVR011"}, {"LAB003", "KVR009"}, []),
         ({"LAB003"}, {"LAB003"}, []),
         ({"LAB003"}, {"LAB001", "LAB003"}, ["LAB001"]),

@@ -29,19 +29,19 @@ def test_the_docstring_is_complete(found: Fix) -> None:
     assert all(found.section(name) for name in found.sections)
     assert found.title.endswith(".")
     assert "http" in found.section("Upstream") or "None known" in found.section("Upstream")
-    for dist in found.dists:  # the text agrees with the fingerprints
+    for dist in found.dists:  # by the fingerprints, this release is the newest with the bug
         assert max(fix_overview.wrong_releases(found, dist), key=Version, default="") in found.section("Releases")
         assert "\n- Remove when: " in (found.docstring or "") or fix_overview.first_right(found, dist)
 
 
 @EVERY
 def test_a_wrapper_that_fails_changes_nothing(found: Fix, caplog: Any) -> None:
-    """The engine gets the hook's own answer or exception. A fail-closed fix may instead answer without the hook."""
+    """If a wrapper fails, the engine gets the hook's answer or error. A fail-closed fix may answer without the hook."""
     is_closed = found.on_fault == "closed"
     for target in found.targets:
         if target.fix is None:
             continue
-        wrap = target.fix(MagicMock())  # a module with any attribute
+        wrap = target.fix(MagicMock())  # a module that has every attribute
         instance, request = object(), object()  # both lack all attributes that a wrapper reads
         calls: list[Any] = []
 
@@ -59,11 +59,11 @@ def test_a_wrapper_that_fails_changes_nothing(found: Fix, caplog: Any) -> None:
             wrap(raises)(instance, request)
 
 
-#: Fixes whose probe needs a running engine, or does not fit some releases without the bug.
+#: Fixes whose probe needs a running engine or fails on some releases without the bug. A probe shows if code has a bug.
 UNFIT = ("KVF007", "KVF011", "KVF014", "KVF017", "KVF019", "KVF026", "KVF030", "KVF033", "KVF034")
 KNOWN = fingerprints()
 PLAYED = [name for name in KNOWN["lmcache"]["releases"] if Version(name) >= Version("0.3.10")]
-#: With these fixes a probe may still show the bug. Such a fix changes another function than the probed function. KVF330
+#: The probe may show the bug although one of these fixes is applied, because the fix changes another function. KVF330
 #: acts only if the worker has the attribute `_TOLD`, and the probe's worker does not have this attribute.
 BLIND = [
     "KVF029", "KVF037", "KVF038", "KVF106", "KVF112", "KVF117", "KVF201", "KVF220", "KVF221", "KVF330", "KVF367",
@@ -72,7 +72,7 @@ BLIND = [
 
 
 def targets(dist: str, release: str) -> list[tuple[str, Target]]:
-    """Return targets with a probe. LMCache before 0.4.2 reports no failed blocks, so skip its multi-process fixes."""
+    """Return targets with a probe. LMCache before 0.4.2 reports no failed blocks, so skip KVF100 and higher codes."""
     is_early = dist == "lmcache" and Version(release) < Version("0.4.2")
     return [
         (found.code, target)
@@ -84,7 +84,7 @@ def targets(dist: str, release: str) -> list[tuple[str, Target]]:
 
 
 def probed(dist: str, release: str) -> list[list[Any]]:
-    """Return the probes' answers for the installed functions. Assert that no fixed function shows the bug."""
+    """Return [fix code, target, probe's answer] for installed code. Assert that fixed code shows no bug."""
     result: list[list[Any]] = []
     for code, target in targets(dist, release):
         path = installed_source.source_file(target.dist, target.module)
@@ -142,7 +142,7 @@ class Future:  # LMCache's future, plus a method `cancel` that a later release m
 
 
 def test_a_failed_load_answers_even_if_it_cannot_be_recorded(faults: dict[str, int]) -> None:
-    """The worker lacks the list in which the fix records failed blocks."""
+    """KVF103 records failed blocks in a list of the worker. In this test, the worker has no list."""
     load = kvf103.load(SimpleNamespace(), Future(False), [3])
     assert load.result(timeout=1, strict=True) is False
     assert load.cancel() == "cancelled"
@@ -150,7 +150,7 @@ def test_a_failed_load_answers_even_if_it_cannot_be_recorded(faults: dict[str, i
 
 
 def test_thousands_of_stores_as_one() -> None:
-    """A long prompt in small steps has thousands of stores. Nested calls of `query` would end in a RecursionError."""
+    """A long prompt in small steps has thousands of stores. Nested `query` calls would raise RecursionError."""
     stores = [Future(False) for _ in range(5000)]
     both: Any = stores[0]
     for store in stores[1:]:

@@ -30,7 +30,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
                 yield inside if inside in FILES else node.module
 
 
-#: The modules of kvfix that each module of kvfix imports, except imports only for type checking.
+#: For each module of kvfix, the imported modules of kvfix. Imports under `if TYPE_CHECKING` do not count.
 NEEDS = {
     name: FILES.keys() & set(imported(WithoutTypes().visit(ast.parse(path.read_text()))))
     for name, path in FILES.items()

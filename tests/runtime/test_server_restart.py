@@ -31,8 +31,8 @@ def connected() -> tuple[Any, Any, int, Any, Any]:
 )
 @answers(also="fixes answer")
 def test_the_load_has_failed_and_nothing_else(patience: float) -> list[bool]:
-    """Return 5 flags. 1 to 3: KVF122 takes the client for connected: before an answer, after the answer, and after the
-    server has closed the connection. 4: the load fails. 5: `get_chunk_size` ends."""
+    """Return whether KVF122 takes the client for connected before an answer, after the answer, and after the server has
+    closed the connection. Then return whether the load fails, and whether `get_chunk_size` ends."""
     from lmcache.v1.multiprocess.transport.zmq_impl.wire import decode_operation
 
     _, server, _, client, key = connected()
@@ -60,8 +60,8 @@ def test_the_load_has_failed_and_nothing_else(patience: float) -> list[bool]:
 )
 @answers(also="answer")
 def test_a_lost_connection(fixes: Fixes) -> list[list[str]]:
-    """Send all operations before the server ends, without a server, and after a registration with a new server. Return
-    the operations that end without an answer in each case, and the waiting operations that reach the new server."""
+    """Send all operations three times: before the server ends, without a server, and after registering at a new server.
+    Return three lists of operations that end unanswered, and the waiting operations that reach the new server."""
     import zmq
     from lmcache.v1.multiprocess.custom_types import RegisterEngineDrivenContextPayload as Payload
     from lmcache.v1.multiprocess.transport.zmq_impl.wire import decode_operation
@@ -81,7 +81,7 @@ def test_a_lost_connection(fixes: Fixes) -> list[list[str]]:
         operations: list[str] = []
         while len(operations) < count:
             message = server.recv_multipart()
-            if message[2]:  # an empty part cancels the stream
+            if message[2]:  # the message that cancels the stream names no operation
                 operations.append(decode_operation(message[2]))
         return operations
 
@@ -108,8 +108,8 @@ def test_a_lost_connection(fixes: Fixes) -> list[list[str]]:
 )
 @answers(also="fixes answer")
 def test_a_restarted_server(patience: float) -> list[bool]:
-    """Return whether a store succeeds before a restart, after the restart, and after a heartbeat. With the fix, no
-    store waits for a missing answer. A wait would take 2 * `patience` = 600 seconds, longer than the test may run."""
+    """Return whether a store succeeds before a restart, after the restart, and after a heartbeat. With KVF126,
+    no store waits for a missing answer. A wait would take 2 * `patience` = 600 s, longer than the test may run."""
     import torch
     import zmq
     from lmcache.integration.vllm import vllm_multi_process_adapter as module

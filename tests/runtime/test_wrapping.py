@@ -53,7 +53,7 @@ def fails_at_the_end(hooked: Hooked, one: int) -> Generator[None, Any, Any]:
     ("wrapper", "steps", "errors"), [(puts_back, ["put back"], 0), (skips_zero, [], 0), (fails_at_the_end, [], 1)]
 )
 def test_the_hooks_exception_is_raised(wrapper: Any, steps: list[str], errors: int) -> None:
-    """kvfix does not call the hook again. Only an exception of the wrapper is an error of kvfix."""
+    """kvfix raises the hook's exception and calls the hook only once. Only the wrapper's exceptions count as errors."""
     hooked = Hooked(around(wrapper), LookupError("its own"))
     with pytest.raises(LookupError, match="its own"):
         hooked(1)
@@ -78,7 +78,7 @@ def raises_after_the_yield(hooked: Hooked, one: int) -> Generator[None, Any, Any
     raise ValueError("planted")
 
 
-#: {name: (decorator, code of the wrapper, number of calls of the hook if the wrapper fails closed)}
+#: For each case: decorator, code of the wrapper, and how often kvfix calls the hook if the wrapper fails closed.
 FAULTS = {
     "before": (before, raises, 0),
     "after": (after, raises, 1),
@@ -127,7 +127,7 @@ class Odd:
 
 
 def acted(wrap: Any, *calls: int, request: Any = Request) -> tuple[list[Any], Any]:
-    """Return the answers to these calls, and the fix's tally of its actions."""
+    """Return the answers to these calls, and kvfix's counts for KVF001."""
     function = WrappedFunction(Counted, "hook", vars(Counted)["hook"])
     function.add("KVF001", 1, wrap)
     function.add("KVF002", 2, after(lambda counted, answer, *_: answer))
@@ -196,7 +196,7 @@ def as_any(*args: Any, **kwargs: Any) -> str:
 
 @pytest.mark.parametrize("hook", [as_named, as_any])
 def test_when_decides(hook: Callable[..., Any]) -> None:
-    """kvfix passes arguments to `when` by position, so the parameters of the hook may have other names."""
+    """kvfix passes arguments to `when` by position, so `when` may have other parameter names than the hook."""
     hooked = Hooked(lambda _: None)
     wrapped = before(lambda hooked, one: hooked.steps.append(one), when=lambda hooked, one: one > 1)(hook)
     wrapped = after(
@@ -209,7 +209,7 @@ def test_when_decides(hook: Callable[..., Any]) -> None:
 
 
 def test_a_wrapper_gets_arguments_by_position_with_defaults() -> None:
-    """Callers of different releases pass arguments in different ways."""
+    """One release passes an argument by position, another release passes the same argument by name."""
     given: list[Any] = []
     for kind in (before, around):
         hook = kind(lambda *args, **more: given.append((args, more)))(odd)
