@@ -28,7 +28,7 @@ class Tally:
     first: str = ""
 
 
-#: `composing` is the tally of the wrapper that a `WrappedFunction` is making, or NONE. `session.lock` protects it.
+#: While kvfix wraps a function, `composing` is the tally of the new wrapper. `session.lock` protects `composing`.
 composing = NONE = Tally("")
 
 
@@ -80,7 +80,7 @@ def _text(function: Callable[..., Any] | None, args: tuple[Any, ...], what: str)
 
 
 def _short(value: Any) -> str:
-    """Return numbers, None and short tuples as text. Return only the type of other values, which may be user data."""
+    """Return numbers, None and short tuples as text. Any other value may be user data: return only its type."""
     if isinstance(value, tuple) and len(value) < 4:
         return f"({', '.join(map(_short, value))})"
     return repr(value) if type(value) in (int, bool, float, type(None)) else f"a {type(value).__name__}"
@@ -129,6 +129,6 @@ def _metric(kind: str, name: str, text: str, *labels: str, **more: str) -> Any:
 
 
 def _give_up(error: Exception) -> None:
-    """Log the error, and do not use prometheus_client again, because it would fail again."""
+    """Log the error, and stop using prometheus_client, because the next call would fail too."""
     session.metrics = None
     engine_log.fault("kvfix.metrics", error)

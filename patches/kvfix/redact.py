@@ -11,7 +11,7 @@ import re
 
 HIDDEN = "<hidden>"
 
-#: A name that contains one of these words names a secret. "tokens" is not in the list, because it names a count.
+#: A name that contains one of these words names a secret. The list lacks "tokens", because "tokens" names a count.
 _WORDS = {
     "accountkey", "apikey", "auth", "authentication", "authorization", "bearer", "cookie", "credential", "credentials",
     "creds", "dsn", "jwt", "passcode", "passphrase", "passwd", "password", "pwd", "sas", "secret", "secrets",
@@ -19,7 +19,7 @@ _WORDS = {
 }  # fmt: skip
 #: A name also names a secret if a word ends with one of these texts, for example PGPASSWORD or accesstoken.
 _ENDS = ("apikey", "passphrase", "passwd", "password", "secret", "token")
-#: In text, "key" alone mostly means the key of a chunk. So these patterns match "key" only with another word.
+#: In text, "key" alone mostly means the key of a chunk. So these patterns match "key" only after a word such as "api".
 _KEYS = re.compile(
     r"(?i)(?:api|access|account|private|secret|signing|ssh|ssl|tls|encryption|shared|master|license|service|client)"
     r"[-_.]?(?:access[-_.]?)?key|(?:db|user|smtp|redis|mysql|postgres|proxy|admin|root)[-_]?pass\b"
@@ -58,7 +58,7 @@ _PORT = re.compile(r"\d+[/?#]")
 _NAMED = re.compile(
     r"(?P<name>\\{0,16}[\"'][\w.-]+\\*[\"']\]?|(?<![\w.-])(?=[\w.-]*?[A-Za-z])[\w.-]+)[ \t]*[=:]{1,2}>?[ \t]*"
 )
-#: Matches an option or a header's name if its value is the next word, or the next element in the repr of a list.
+#: Matches the name of an option or header whose value is the next word, or the next element in the repr of a list.
 _OPTION = re.compile(r"(?<![\w.-])(?P<name>(?:--?|[Xx]-)[A-Za-z][\w.-]*)(?:[ \t]+(?!-)|[\"'], ?(?=[\"']))")
 #: _ELEMENT matches the start of an XML element. _PAIR matches `name: NAME value:`, the form of variables in Kubernetes.
 _ELEMENT = re.compile(r"<(?P<name>[A-Za-z][\w.-]*)>")
@@ -77,7 +77,7 @@ _HEADERS = {"authorization", "cookie"}
 
 
 def is_secret(name: str, keys: bool = True) -> bool:
-    """Return True if this is the name of a secret. keys: True if the word "key" in a name is enough."""
+    """Return True if this is the name of a secret. keys: True if a name with the word "key" names a secret."""
     if _HARMLESS.search(name):
         return False
     words = {word.lower() for word in _SPLIT.split(name)}
@@ -114,7 +114,6 @@ def _without_user(url: str) -> str:
 
 
 def _without_values(words: str, pattern: re.Pattern[str]) -> str:
-    """Hide the value after each match of `pattern` that names a secret."""
     shown: list[str] = []
     done = 0
     found = pattern.search(words)
@@ -131,7 +130,7 @@ def _without_values(words: str, pattern: re.Pattern[str]) -> str:
 
 
 def _value(words: str, found: re.Match[str], name: str) -> tuple[int, int]:
-    """Return where the value begins and where it ends, without its quotes."""
+    """Return the start and the end of the value, without quotes."""
     begins = found.end()
     opening = _QUOTE.match(words, begins)
     if opening:

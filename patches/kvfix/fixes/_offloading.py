@@ -6,7 +6,7 @@ from kvfix.fixes.api import GO_ON, Any, Fixing, Steps, View, engine_log, fix_aft
 
 
 def all_stores_fail(scheduler: Any, *_: Any, **__: Any) -> Any:
-    """Complete all stores in flight as failed. `update_connector_output` has this function as `on_fault`."""
+    """End all stores in flight as failed. kvfix calls this function if a fix of `update_connector_output` raises."""
     manager = scheduler.manager
     failed = [job.keys for job in scheduler._jobs.values() if job.is_store]
 
@@ -21,12 +21,12 @@ def all_stores_fail(scheduler: Any, *_: Any, **__: Any) -> Any:
 
 
 def fails_jobs(mark: str, find: Callable[[Any, Any], Collection[int]]) -> Fixing:
-    """Return a fix for `update_connector_output`. With the fix, a job ends as failed if a worker reports its failure.
+    """Return a fix for `update_connector_output`. With the fix, a job that a worker reports as failed ends as failed.
 
     After a failed store, the manager drops the store's chunks. If the store's request still runs, the scheduler stores
     all chunks of this request again. After a failed load, the request loads nothing more.
     mark: name of the scheduler's attribute that keeps a failed job until every worker has reported the job as done.
-    find: (scheduler, report) -> jobs that have newly failed according to this report.
+    find: takes the scheduler and a report of the workers, and returns the numbers of newly failed jobs.
     """
 
     @fix_around(on_fault=all_stores_fail)
@@ -75,9 +75,9 @@ def tells_worker(mark: str) -> Fixing:
 
 
 def all_failed(mark: str, completed: str) -> Callable[..., Any]:
-    """Return an `on_fault` for a function that makes a worker's report. The `on_fault` reports all done jobs as failed.
+    """Return a function for `on_fault`. The function marks all done jobs of a worker's report as failed.
 
-    mark, completed: names of the report's attributes with the failed jobs and with the done jobs.
+    mark: name of the report's attribute with the failed jobs. completed: name of the attribute with the done jobs.
     """
 
     def all_failed(instance: Any, report: Any, *_: Any, **__: Any) -> Any:
@@ -89,7 +89,7 @@ def all_failed(mark: str, completed: str) -> Callable[..., Any]:
 
 
 def combines_reports(mark: str, completed: str) -> Fixing:
-    """Return a fix that combines the ranks' reports. A job has failed if it failed on any rank. See `all_failed`."""
+    """Return a fix that combines the ranks' reports. A job fails if any rank fails. Arguments: as in `all_failed`."""
 
     @fix_after(
         when=lambda meta, answer, other, *_, **__: hasattr(meta, mark) or hasattr(other, mark),
@@ -102,13 +102,13 @@ def combines_reports(mark: str, completed: str) -> Fixing:
 
 
 def all_loads_fail(connector: Any, answer: Any, *_: Any, **__: Any) -> Any:
-    """Report every finished load as failed. `get_transfer_results` has this function as `on_fault`."""
+    """Report every finished load as failed. kvfix calls this function if a fix of `get_transfer_results` raises."""
     answer.failed_recving.update(answer.finished_recving or ())
     return answer
 
 
 def reports_failed_loads(side: str, requests: str) -> Fixing:
-    """Return a fix that reports failed loads by request, in `get_transfer_results` of vLLM's base class.
+    """Return a fix for `get_transfer_results` of vLLM's base class. The fix reports the requests with a failed load.
 
     side: the connector's attribute that holds the worker. requests: the worker's attribute that holds failed requests.
     """

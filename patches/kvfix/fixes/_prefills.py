@@ -34,7 +34,7 @@ def for_the_first(names: Callable[[Any, Any], tuple[Any, ...] | None]) -> tuple[
 
     The first fix is for `get_num_new_matched_tokens`. The second fix is for a hook that runs before the decode engine
     tells the prefill engine about the request.
-    names: (connector, parameters of the request) -> the prefill, or None if the fixes do not handle this request.
+    names: takes the connector and the request's parameters. Returns the prefill, or None if the fixes do not apply.
     """
 
     def reads(connector: Any, request: Any) -> bool:
@@ -73,7 +73,7 @@ def promise_if(is_right: Callable[[Any, Any], Any]) -> Fixing:
 
 
 def drop_peerless(module_name: str, names_peer: Callable[[Any], bool]) -> Fixing:
-    """Return a fix for `build_connector_meta`. The fix removes requests without a prefill from `_reqs_need_recv`."""
+    """Return a fix for `build_connector_meta`. The fix removes requests that name no peer from `_reqs_need_recv`."""
 
     @fix_before(when=lambda connector, *_, **__: connector._reqs_need_recv)
     def build_connector_meta(connector: Any, *_: Any) -> None:

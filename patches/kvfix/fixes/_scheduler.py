@@ -10,8 +10,8 @@ def is_within_step(*more: Any) -> bool:
     """Return True if this call of `_update_requests_with_invalid_blocks` is for synchronous loads (within the step).
 
     more: the arguments after the block ids. The last argument is `evict_blocks`, which is False for loads between
-    steps. vLLM 0.11 does not have `evict_blocks`, so the answer is True for both kinds of loads. The answer does
-    no harm: blocks of a load between steps are not in the prefix cache yet, so no other request uses the blocks.
+    steps. vLLM 0.11 does not have `evict_blocks`, so the answer is True for both kinds of loads. For a
+    load between steps, True is harmless: its blocks are not yet in the prefix cache, so no second request uses them.
     """
     return not more or bool(more[-1])
 
@@ -19,7 +19,7 @@ def is_within_step(*more: Any) -> bool:
 def failed(
     scheduler: Any, names: Collection[str], invalid_block_ids: Collection[int], *more: Any
 ) -> Iterator[tuple[str, int, list[int]]]:
-    """Yield (name, index of the first failed block, all blocks) for each request that loads within the step.
+    """Yield (name, index of its first failed block, all its blocks) for each request that loads within the step.
 
     Yield nothing for loads between steps, because these loads share no blocks with other requests.
     more: as in `is_within_step`.
@@ -41,7 +41,7 @@ def lmcache_adapters(scheduler: Any) -> list[Any]:
 
 
 def running(*requests: Any, adapter: Any = None) -> Any:
-    """Return a scheduler for probes, with this LMCache adapter. Each of the running requests has blocks 3 and 4."""
+    """Return a scheduler for probes, with this LMCache adapter. Each request runs, and has blocks 3 and 4."""
     pool = stubs.Stub(blocks=[stubs.Stub(ref_cnt=1, block_hash=None)] * 5)
     manager = stubs.Stub(get_block_ids=lambda name: ([3, 4],), evict_blocks=stubs.Calls(), block_pool=pool)
     by_name = {request.request_id: request for request in requests}
@@ -55,7 +55,7 @@ def running(*requests: Any, adapter: Any = None) -> Any:
 
 
 def scheduled_tokens(function: Callable[..., Any], scheduler: Any) -> list[dict[str, int]]:
-    """Return [num_scheduled_tokens] for a probe's call of the function.
+    """Return the argument num_scheduled_tokens in a list, for a probe's call of the function.
 
     Return [] if the function does not take this argument (before vLLM 0.20).
     """
@@ -83,7 +83,7 @@ def end_turn(hook: Callable[..., Any], computed: int) -> tuple[Any, list[Any]]:
 
 
 def roll_back_one(hook: Any, adapter: Any) -> None:
-    """Let the first block of a request fail in a probe, in a scheduler with this adapter of LMCache."""
+    """Let the first block of a request fail in a probe. The scheduler has this LMCache adapter."""
     rolled_back, *_ = roll_back(hook, stubs.request(32, num_computed_tokens=20, num_cached_tokens=16), adapter=adapter)
     if rolled_back != {stubs.NAME}:
         raise LookupError("the first value that the hook returns is not the rolled back requests")

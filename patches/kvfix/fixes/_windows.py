@@ -1,7 +1,7 @@
 """Shared code of the fixes for models with sliding windows or recurrent (Mamba) states.
 
 When a step begins, vLLM frees the blocks before the window and replaces them by null block 0
-(v1/core/single_type_kv_cache_manager.py 0.32.0:672, 1135). The freed blocks stay in LMCache's own list.
+(v1/core/single_type_kv_cache_manager.py 0.32.0:672, 1135). The freed blocks stay in LMCache's own list of blocks.
 """
 
 from kvfix.fixes import _mp
@@ -9,7 +9,7 @@ from kvfix.fixes.api import Any, stubs
 
 
 def of(connector: Any) -> dict[int, tuple[int, int]]:
-    """Return {KV group: (tokens in a window, tokens in a block)}. A window includes vLLM's extra tokens for MTP."""
+    """Return (tokens in the window, tokens in a block) by KV group. The window includes vLLM's extra tokens for MTP."""
     return {
         number: (spec.sliding_window + getattr(spec, "extra_retained_tokens", 0), spec.block_size)
         for number, spec in _specs(connector, "SlidingWindowSpec")
@@ -17,7 +17,7 @@ def of(connector: Any) -> dict[int, tuple[int, int]]:
 
 
 def states(connector: Any) -> dict[int, int]:
-    """Return {KV group: tokens in a block} for Mamba groups in mode "align". Each block holds the state at its end."""
+    """Return the block size in tokens by Mamba group of mode "align". A block holds the state after its last token."""
     found = _specs(connector, "MambaSpec")
     return {number: spec.block_size for number, spec in found if spec.mamba_cache_mode == "align"}
 
@@ -43,7 +43,7 @@ def kept_from(computed: int, window: int, block_size: int) -> int:
 
 
 def computed(scheduler_output: Any) -> dict[str, int]:
-    """Return {request: number of tokens computed before the step}."""
+    """Return for each request the number of tokens computed before the step."""
     cached = scheduler_output.scheduled_cached_reqs
     found = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=False))
     found.update((new.req_id, new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs)
@@ -74,7 +74,7 @@ def stored(hook: Any, module: Any, connector: Any, computed: int, tokens: int, *
 def scheduler_side(module: Any, window: int, *groups: list[int], computed: int) -> Any:
     """Return a connector for probes, with two KV groups and a request of 1024 tokens.
 
-    window: tokens in the second group's sliding window, or 0 for Mamba states. The first group has full attention.
+    window: tokens in the second group's sliding window (0: Mamba states). The first group has full attention.
     groups: blocks of the request in each KV group. computed: number of tokens in vLLM's cache. LMCache has no tokens.
     """
     connector, tracker = _mp.tracked(module, stubs.request(1024), num_vllm_hit=computed)

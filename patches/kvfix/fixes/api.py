@@ -57,12 +57,12 @@ fix_before = functools.partial(_decorator, before)
 #: `@fix_after(when=..., on_fault=...)` decorates code that runs after the fixed function.
 fix_after = functools.partial(_decorator, after)
 #: `@fix_around` decorates a generator that runs before and after the fixed function. `answer = yield` calls the fixed
-#: function. `yield (arguments,)` passes other arguments. A return before the `yield` skips the fixed function.
+#: function. `yield (arguments,)` passes new arguments. A return before the `yield` skips the fixed function.
 fix_around = functools.partial(_decorator, around)
 
 
 def fix_calls(code: Function) -> Fixing:
-    """Decorate code (function, *arguments) -> answer. The code calls the fixed function, e.g. to handle its errors."""
+    """Decorate code that takes the fixed function and its arguments, and calls the function, e.g. to handle errors."""
 
     def wrap(function: Function) -> Function:
         return functools.wraps(function)(lambda *args, **kwargs: code(function, *args, **kwargs))

@@ -1,4 +1,4 @@
-"""The events that the ledger checks. Counts are in tokens. A count is None if the event's source does not know it."""
+"""The events that the ledger checks. Counts are in tokens. An unknown count is None."""
 
 from typing import NamedTuple, Protocol
 
@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 def balance(hit: int, computed: int, total: int) -> int:
     """Return the number of tokens to load: hit - computed, or one less if the hit covers the whole request.
 
-    vLLM recomputes the last token for its logits (LMCache issue 2158). If the result is below 1, there is no load.
+    vLLM recomputes the last token to get logits (LMCache issue 2158). If the result is below 1, there is no load.
     """
     return hit - computed - (hit == total)
 
@@ -22,18 +22,18 @@ class Event(Protocol):
 
 
 class Asked(NamedTuple):
-    """A lookup: the connector's hook `get_num_new_matched_tokens` has returned a number of promised tokens."""
+    """A lookup: the connector's hook `get_num_new_matched_tokens` has returned a number of promised tokens, or None."""
 
     request: str
     total: int  # tokens in the request
     computed: int  # computed tokens that vLLM passed to the hook, in whole blocks
     hit: int | None  # tokens that the external cache has from the start of the request
-    promised: int | None  # None if the hook has no result yet, and vLLM will call the hook again
+    promised: int | None  # None if the hook has no result yet. vLLM then calls the hook again
     asynchronous: bool = False  # True if the load runs between steps
-    #: How many hit tokens vLLM may recompute (`prefix_replay_tokens`). If not 0, vLLM takes only whole blocks of a hit.
+    #: vLLM may recompute `replay` hit tokens (`prefix_replay_tokens`). With replay, vLLM takes whole blocks of a hit.
     replay: int = 0
-    #: True if some KV groups may have fewer than `computed` tokens. If vLLM then takes no promised token, vLLM starts
-    #: from the smallest cached prefix of all KV groups (`supports_divergent_local_hybrid_hits`).
+    #: True if some KV groups may have fewer cached tokens than `computed`. If vLLM then takes no promised token, vLLM
+    #: starts from the smallest cached prefix of all KV groups (`supports_divergent_local_hybrid_hits`).
     divergent: bool = False
 
     def text(self) -> str:
@@ -61,7 +61,7 @@ class Granted(NamedTuple):
 
 
 class Scheduled(NamedTuple):
-    """A step computes the next `tokens` tokens of the request. vLLM has computed or loaded `computed` tokens before."""
+    """A step computes the next `tokens` tokens of the request. Before, vLLM computed or loaded `computed` tokens."""
 
     request: str
     computed: int
@@ -111,9 +111,9 @@ class Stored(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """The worker has compared chunks of the external cache with the KV that vLLM computed for their tokens (`audit=`).
+    """The audit has compared chunks of the external cache with KV that vLLM computed for the same tokens (`audit=`).
 
-    All fields after `wrong` describe the first wrong chunk or, if no chunk is wrong, the chunk nearest to its limit.
+    All fields after `wrong` describe one chunk: the first wrong chunk, or else the chunk nearest to its limit.
     """
 
     request: str
@@ -259,7 +259,7 @@ class ReadsFrom(NamedTuple):
     request: str
     engine: str  # engine id in the request's `kv_transfer_params`
     peer: str  # request id in the request's `kv_transfer_params`
-    pushed: bool = False  # True if `engine` writes the blocks and gets no notice, even if the request is aborted
+    pushed: bool = False  # True if `engine` writes the blocks. `engine` then gets no notice, not even after an abort
 
     def text(self) -> str:
         if self.pushed:

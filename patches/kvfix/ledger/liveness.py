@@ -1,8 +1,8 @@
 """Read from an engine's state (`kvfix.engine_state`) what requests wait for, and if a request can move (make progress).
 
-vLLM tries to admit its waiting requests in order, and stops at the first request for which it has too few blocks
-(`break` after `allocate_slots` in `schedule`, v1/core/sched/scheduler.py 0.32.0:1275-1282). This request waits until a
-running request's step, a transfer or a lookup ends. If nothing runs or is in flight, the request waits for ever.
+vLLM tries to admit its waiting requests in order, and stops at the first request that needs more blocks than are free
+(`break` after `allocate_slots` in `schedule`, v1/core/sched/scheduler.py 0.32.0:1275-1282). The blocked
+request waits for the end of a step, a transfer or a lookup. If none of these is in flight, the request waits for ever.
 """
 
 from collections.abc import Iterable
@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 from kvfix.engine_state.scheduler import QUEUES
 
-#: A request can wait for free blocks (PLACE), its load, its lookup, or an event outside the engine (OUTSIDE_STATUSES).
+#: A request waits for free blocks (PLACE), for its load, for its lookup, or for an event outside the engine (OUTSIDE).
 PLACE, LOAD, LOOKUP, OUTSIDE = "place", "load", "lookup", "outside"
-#: {status that vLLM gives to a request: what the request waits for outside the engine}
+#: The keys are statuses that vLLM gives to a request. The values name what the request waits for outside the engine.
 OUTSIDE_STATUSES = {
     "WAITING_FOR_STREAMING_REQ": "the client: the next part of its prompt",
     "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR": "the compiler of its grammar",
 }
-#: Fields of a worker's row that list requests with unreported loads, and ended requests with unreported stores.
+#: Fields of a worker's row: requests with unreported loads, and ended requests with unreported stores.
 KINDS = ("loads", "unreported")
 
 
@@ -28,28 +28,28 @@ class Waiting:
 
     name: str
     waits_for: str = PLACE
-    #: Free blocks that admit the request (None: not known), with the reserved blocks for a load between steps.
+    #: Free blocks needed to admit the request, plus vLLM's reserved blocks for a load between steps. None: not known.
     needs: int | None = None
-    #: How many blocks the request already has, for example because its load has ended.
+    #: Blocks that the request already has, for example after its load has ended.
     holds: int = 0
 
 
 @dataclass(frozen=True)
 class State:
-    """The state of an engine between two steps. A number is None if it is not known."""
+    """The state of an engine between two steps. An unknown number is None."""
 
     #: The waiting requests, in the order in which the scheduler admits them.
     waiting: tuple[Waiting, ...]
     #: Free blocks, including blocks with a cached prefix.
     free: int | None
     running: int | None
-    #: Number of transfers and steps in flight, and of blocks that vLLM frees after a later step.
+    #: Number of transfers and steps in flight, plus the number of blocks that vLLM frees after a later step.
     in_flight: int | None
     lookups: int | None
 
 
 class Answer(NamedTuple):
-    """The result of `can_move`. message: the reason. request: the first request that cannot move, or ""."""
+    """The result of `can_move`. message: the verdict's reason. request: the first request that cannot move, or ""."""
 
     verdict: str
     message: str
@@ -99,7 +99,7 @@ def _count(number: int, one: str, many: str) -> str:
 
 @dataclass(frozen=True)
 class Engine:
-    """One engine. `process` is the state of its scheduler's process."""
+    """One engine. `process` is the state of the process that runs the scheduler."""
 
     process: dict[str, Any]
     #: (state of a worker's process, row of the worker's connector), ordered by rank.
@@ -151,7 +151,7 @@ def waiting(engine: Engine) -> list[dict[str, Any]]:
 
 
 def waits(engine: Engine) -> list[tuple[dict[str, Any], str]]:
-    """Return (row, what the request waits for). If an earlier request lacks blocks, return PLACE, not LOOKUP."""
+    """Return (row, kind of wait) for each waiting request. Behind a request that lacks blocks, LOOKUP becomes PLACE."""
     found: list[tuple[dict[str, Any], str]] = []
     stopped, free = False, engine.scheduler["pool"]["free"]
     for row in waiting(engine):
@@ -168,7 +168,7 @@ def waits(engine: Engine) -> list[tuple[dict[str, Any], str]]:
 
 
 def state(engine: Engine) -> State:
-    """Return the state for `can_move`. All lookups count as in flight. Another rule finds unanswered lookups."""
+    """Return the state for `can_move`. Lookups count as in flight. `_lookup_not_answered` finds unanswered lookups."""
     scheduler = engine.scheduler
     rows = tuple(Waiting(row["id"], kind, row["needs"], row["blocks"]) for row, kind in waits(engine))
     running = sum(row["queue"] in ("running", "") for row in engine.requests)

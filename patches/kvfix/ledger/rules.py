@@ -1,6 +1,6 @@
 """The rules that the ledger checks. `kvfix explain` prints the docstring of a rule.
 
-A rule compares an event with the history of its request, and returns None if the event is valid. Otherwise, the rule
+A rule compares an event with earlier events of the request, and returns None if the event is valid. Otherwise, the rule
 returns ("violated", message, earlier). `earlier` is the earlier event that the event contradicts, or None. If events or
 counts are missing, the rule returns "unknown" in place of "violated".
 """
@@ -57,11 +57,11 @@ def unknown(message: str) -> Outcome:
 
 @rule("KVR001", "promise-out-of-bounds", ev.Asked)
 def promise_out_of_bounds(history: History, event: ev.Asked) -> Outcome:
-    """`get_num_new_matched_tokens` promises at least 0 tokens and leaves one token, whose logits vLLM must compute.
+    """`get_num_new_matched_tokens` promises at least 0 tokens and leaves at least one token for vLLM to compute.
 
     The limits are 0 <= promised <= total - 1 - computed. An asynchronous load may also cover the last token, because
     vLLM recomputes this token after the load (vllm/v1/core/sched/scheduler.py 0.32.0, `_update_waiting_for_remote_kv`).
-    vLLM asserts that the connector does not promise more.
+    If the connector promises more tokens, an assertion in vLLM fails.
     """
     if event.promised is None:
         return None
@@ -75,7 +75,7 @@ def promise_out_of_bounds(history: History, event: ev.Asked) -> Outcome:
 
 @rule("KVR002", "promise-changed", ev.Asked)
 def promise_changed(history: History, event: ev.Asked) -> Outcome:
-    """The connector promises the same number of tokens each time it is asked about the same state.
+    """The connector promises the same number of tokens in each lookup of an unchanged request.
 
     vLLM repeats the lookup in every step until it can allocate blocks for the request. If the hit, the computed tokens
     and the total tokens have not changed, a different number of promised tokens is wrong (LMCache issue 2158).
@@ -101,13 +101,13 @@ def grant_differs(history: History, event: ev.Granted) -> Outcome:
 
     vLLM takes 0 tokens in these cases (vllm/v1/core/sched/scheduler.py 0.32.0:971-1027):
 
-    - MultiConnector chose another one of its connectors.
+    - MultiConnector has chosen a different connector for the load.
     - The request asks for prompt_logprobs.
     - vLLM's own prefix hit ends inside a block.
-    - The request asks for the routed experts, which vLLM does not know for a hit (`cap_external_hit`, 0.33.0:1191).
+    - The request asks for routed experts, which vLLM does not know for hit tokens (`cap_external_hit`, 0.33.0:1191).
 
-    For models with prefix replay, vLLM takes only whole blocks of the hit (0.32.0:993-1005). The verdict on a smaller
-    number of tokens is then "unknown", because the events do not contain the block size.
+    For models with prefix replay, vLLM takes only whole blocks of the hit (0.32.0:993-1005). If vLLM takes fewer tokens
+    than promised, the verdict is then "unknown", because the events do not contain the block size.
     """
     if event.external == 0:
         return None
@@ -126,8 +126,8 @@ def grant_differs(history: History, event: ev.Granted) -> Outcome:
 def load_differs(history: History, event: ev.LoadDue) -> Outcome:
     """A load covers the hit tokens that vLLM takes ("granted"). A load may also cover the last token of a full hit.
 
-    The rule also accepts an earlier start, and an end one token later. If the connector's metadata list whole blocks,
-    the rule accepts any end that is less than one block later.
+    The rule also accepts a load that starts before the granted tokens, or ends one token after the granted tokens. If
+    the connector's metadata list whole blocks, the load may end less than one block after the granted tokens.
     """
     if history.granted is None or history.asked is None:
         if history.recorded_from_start:
@@ -152,9 +152,9 @@ def computed_differs(history: History, event: ev.Scheduled) -> Outcome:
 
     The rule allows these differences (vllm/v1/core/sched/scheduler.py 0.32.0):
 
-    - any number of tokens more if 0 are granted: vLLM tells the connector only whole blocks of its own hit (971-1027)
+    - more tokens if 0 are granted, because vLLM passes only the whole blocks of its own hit to the connector (971-1027)
     - one token less after a load between steps, if the load covers all tokens of the request
-    - up to one window less with prefix replay (1053-1124, 3159-3170)
+    - up to `prefix_replay_tokens` fewer tokens for a model with prefix replay (1053-1124, 3159-3170)
     - fewer tokens if 0 are granted and the KV groups' hits differ, because vLLM keeps the smallest hit (1029-1038)
     """
     if not event.first or history.asked is None or history.granted is None:
@@ -186,7 +186,7 @@ def load_without_start(history: History, event: ev.Scheduled) -> Outcome:
 def store_leaves_hole(history: History, event: ev.Stored) -> Outcome:
     """A store leaves no hole after the cached tokens, because a hit is a prefix: no hit contains tokens after a hole.
 
-    In LMCache issue 4508, n lookups add the hit n times to the stored count. So tokens [hit, n * hit) are never stored.
+    In LMCache issue 4508, n lookups count the tokens of the hit n times as stored. So [hit, n * hit) is never stored.
     """
     covered = max(event.covered, history.stored_to or 0)
     if event.start <= covered:
@@ -207,13 +207,13 @@ def store_beyond_computed(history: History, event: ev.Stored) -> Outcome:
 
 @rule("KVR009", "state-left-behind", ev.Left)
 def state_left_behind(history: History, event: ev.Left) -> Outcome:
-    """No dictionary, pin or lock holds an ended request. Held state leaks, or a request with the same id uses it."""
+    """No dictionary, pin or lock holds an ended request. Otherwise state leaks, or a later request uses the state."""
     return violated(f"{event.where} still holds it", history.finished)
 
 
 @rule("KVR010", "waits-for-no-load", ev.Stuck)
 def waits_for_no_load(history: History, event: ev.Stuck) -> Outcome:
-    """A request that waits for a load has a load in flight. Without it, the request waits and keeps blocks for ever."""
+    """A request that waits for a load has a load in flight. Otherwise the request waits and keeps blocks for ever."""
     return violated(f"has waited {event.waited} steps for a load that was never started", history.granted)
 
 
@@ -273,7 +273,7 @@ def cache_differs_from_computed(history: History, event: ev.Compared) -> Outcome
 
 @rule("KVR015", "lease-ended-twice", ev.LeaseEnded)
 def lease_ended_twice(history: History, event: ev.LeaseEnded) -> Outcome:
-    """The connector reports a sent request at most once, and only if vLLM keeps the request's blocks for a peer.
+    """The connector reports a request as sent at most once, and only if vLLM keeps the request's blocks for a peer.
 
     When vLLM gets the report, vLLM frees the blocks and forgets the request. A second report ends EngineCore, because
     vLLM asserts that it knows the request (vllm/v1/core/sched/scheduler.py 0.32.0:3234).

@@ -24,7 +24,7 @@ class Look(NamedTuple):
     """The states of all processes at one time."""
 
     at: float  # seconds of a monotonic clock
-    #: The state of a process that kvfix could not read is {"pid", "name", "silent": reason, "stack", "hook"}.
+    #: For a process that kvfix could not read, the only keys are pid, name, silent (the reason), stack and hook.
     processes: list[dict[str, Any]]
 
 
@@ -61,7 +61,7 @@ def engines(looks: Sequence[Look]) -> Iterator[tuple[Engine, Engine, float]]:
 
 
 def rows(before: Engine, after: Engine, kind: str) -> Iterator[dict[str, Any]]:
-    """Yield the row (at the last look) of each request that waits for `kind` at both looks with unchanged counts."""
+    """Yield the last row of each request that waits for `kind` at both looks, if no count in _OF_A_WAIT has changed."""
     first = {row["id"]: row for row, waits_for in liveness.waits(before) if waits_for == kind}
     for row, waits_for in liveness.waits(after):
         old = first.get(row["id"])
@@ -76,7 +76,7 @@ def steps_between(before: Engine, after: Engine) -> int | None:
 
 
 def is_current(before: Engine, after: Engine, span: float) -> bool:
-    """Return True if all reports from before the first look have arrived: after 3 steps (10 s if vLLM counts none)."""
+    """Return True 3 steps after the first look (10 s if vLLM counts no steps). Earlier reports have then arrived."""
     steps = steps_between(before, after)
     return span >= 2 * LATE if steps is None else steps > 2
 
@@ -105,7 +105,7 @@ def in_hooks(looks: Sequence[Look]) -> Iterator[tuple[dict[str, Any], Engine | N
 
 
 def of_these_hooks(looks: Sequence[Look]) -> Sequence[Look]:
-    """Drop the looks from before a process entered its current hook.
+    """Drop the looks that were taken before a process entered its current hook.
 
     A process in a hook may block all other processes. If only one look would remain, return all looks.
     """
@@ -117,7 +117,7 @@ def of_these_hooks(looks: Sequence[Look]) -> Sequence[Look]:
 
 
 def stands(looks: Sequence[Look], process: dict[str, Any]) -> bool:
-    """Return True if the looks span HOOK seconds or more, in which the process did not make progress.
+    """Return True if the process has made no progress during looks that span at least HOOK seconds.
 
     A scheduler makes progress if it begins more than one step in 2 s. A worker makes progress if a request moves.
     """
@@ -128,7 +128,6 @@ def stands(looks: Sequence[Look], process: dict[str, Any]) -> bool:
 
 
 def _stands_in_hook(looks: Sequence[Look]) -> Iterator[Verdict]:
-    """Find processes that are in the same hook at every look while the engine makes no progress."""
     for process, engine in in_hooks(looks):
         hook = process["hook"]
         if not stands(looks, process) or (engine is not None and _blocks_on_lookups(engine, hook)):
@@ -175,7 +174,7 @@ def _ended_threads(engine: Engine) -> set[int]:
 
 
 def _lookup_blocks(looks: Sequence[Look]) -> Iterator[Verdict]:
-    """Find schedulers that are stuck in a lookup, or that have a rank whose lookup thread has ended at both looks."""
+    """Find engines whose scheduler is stuck in a lookup, and engines with a rank whose lookup thread has ended."""
     hooks = {process["pid"]: process for process, _ in in_hooks(looks) if stands(looks, process)}
     for before, after, _ in engines(looks):
         connector = _lookup_client(after)
@@ -238,7 +237,7 @@ def _load_not_answered(looks: Sequence[Look]) -> Iterator[Verdict]:
 
 
 def _lookup_not_answered(looks: Sequence[Look]) -> Iterator[Verdict]:
-    """Find lookups in flight at both looks. Find nothing if a process stays in a hook. The hook delays all lookups."""
+    """Find lookups in flight at both looks, but none while a process is in a hook. A hook delays all lookups."""
     if any(in_hooks(looks)):
         return
     any_moved = moved(looks)
@@ -308,7 +307,7 @@ def _without_lmcache(looks: Sequence[Look]) -> Iterator[Verdict]:
 
 
 def _sick(look: Look) -> dict[tuple[Any, ...], Verdict]:
-    """Return {(pid, rank or "server"): verdict} for each connector that lacks LMCache or a server that answers."""
+    """Return the look's verdicts. Keys: (pid, rank) if LMCache is missing, (pid, "server") if the server is silent."""
     found: dict[tuple[Any, ...], Verdict] = {}
     for process in look.processes:
         for each in process.get("connectors") or ():

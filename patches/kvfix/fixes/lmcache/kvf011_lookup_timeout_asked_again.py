@@ -4,7 +4,7 @@ Symptom: LMCache logs `Request ... is still waiting for async lookup after 3 sec
 so vllm can recompute`. Then the asynchronous lookup client raises `KeyError: '<request id>'`, and EngineCore dies.
 
 Cause: With `enable_async_loading` a lookup times out after `lookup_timeout_ms`. The client then returns 0 and deletes
-the lookup's start time, but the lookup stays in flight. If vLLM has no free blocks, it asks for the hit again in the
+the lookup's start time, but the lookup stays in flight. Without free blocks, vLLM asks for the hit again in the
 next step, and the client reads the deleted start time (lmcache_async_lookup_client.py 0.5.6:175, :187). Up to 0.3.15
 the client also does not cancel the lookup. If the request ends before the late result, the result and the chunks leak.
 
@@ -19,7 +19,7 @@ from kvfix.fixes.api import ASYNC_LOOKUP_CLIENT, Any, Fix, Steps, fix_around, st
 
 
 def given_up(client: Any, lookup_id: str) -> bool:
-    """Return True if the lookup has timed out. It is then still in flight, but LMCache has deleted its start time."""
+    """Return True if the lookup has timed out: the lookup is in flight, but LMCache has deleted its start time."""
     return client.reqs_status.get(lookup_id, "unknown") is None and lookup_id not in client.first_lookup_time
 
 

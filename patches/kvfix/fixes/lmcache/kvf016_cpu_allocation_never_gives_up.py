@@ -4,11 +4,11 @@ Symptom: LMCache logs this line every 0.1 seconds, for ever: `No eviction candid
 cpu memory is under pressure. Waiting for 0.1 seconds before retrying.` vLLM logs `Running: N reqs` and no throughput.
 
 Cause: `allocate` evicts only chunks of the CPU cache. There is nothing to evict if every chunk is pinned, or if
-`local_cpu` is false and CPU memory only stages chunks for other storage (0.5.6 local_cpu_backend.py:686-745).
+`local_cpu` is false and CPU memory only stages chunks for another backend (0.5.6 local_cpu_backend.py:686-745).
 
 Fix: A load waits for memory for at most ten seconds in total. Then the load fails, and vLLM computes the tokens.
 `allocate` does not know which load calls it, so the fix adds up the waits of each thread. After a minute without a
-wait, the thread may wait ten seconds again. Stores do not wait. A disk load without memory returns None.
+wait, the thread may wait ten seconds again. Stores do not wait. A load from disk that gets no memory returns None.
 - Upstream: https://github.com/LMCache/LMCache/issues/2942 (open), https://github.com/LMCache/LMCache/issues/3804.
   Without the fix, set `local_cpu: true`, set a larger `max_local_cpu_size`, or send fewer requests at once.
 - Remove when: `allocate` has a timeout.
@@ -21,12 +21,12 @@ from kvfix import clock, engine_log
 from kvfix.fixes.api import LOCAL_CPU_BACKEND, LOCAL_DISK_BACKEND, Any, Fix, fix_calls, positional, stubs
 
 LONGEST_WAIT, BETWEEN = 10.0, 0.1
-#: {function: positions of its arguments `eviction` and `busy_loop`}. All releases have the same positions.
+#: Positions of the arguments `eviction` and `busy_loop`, by function. All releases have the same positions.
 PLACES = {"allocate": (4, 5), "batched_allocate": (5, 6)}
 
 
 class _Waits(threading.local):
-    """left: seconds that a thread may still wait, as of the time `at`. A minute refills `left` to LONGEST_WAIT."""
+    """left: seconds that the thread may still wait at the time `at`. One minute refills `left` to LONGEST_WAIT."""
 
     left = LONGEST_WAIT
     at = 0.0

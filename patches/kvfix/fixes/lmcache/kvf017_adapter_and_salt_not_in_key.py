@@ -12,8 +12,8 @@ adds each entry of `kv_transfer_params` whose name begins with `lmcache.tag.` to
 
 Mixed roll-out: Use the fix in all engines that share a cache, or in none of them. For requests with an adapter or a
 salt, engines with and without the fix do not find each other's chunks. An engine without the fix still shares KV
-between adapters. After you add or remove the fix, the chunks of these requests are not found until they are stored
-again. Requests without adapter and salt keep their keys.
+between adapters. After you add or remove the fix, requests with an adapter or a salt hit only chunks
+that were stored after the change. Requests without adapter and salt keep their keys.
 - Upstream: https://github.com/LMCache/LMCache/issues/2961, https://github.com/vllm-project/vllm/issues/44250 are open.
 - Remove when: LMCache has LoRA and cache_salt in its keys.
 """

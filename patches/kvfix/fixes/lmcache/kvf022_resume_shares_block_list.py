@@ -6,9 +6,9 @@ text. Other requests that begin with the same tokens also return wrong text, unt
 Cause: For a resumed request `RequestTracker.update` keeps the list of new blocks that the scheduler passes (0.5.6
 vllm_v1_adapter.py:245). The worker keeps the list too (vLLM 0.32.0 v1/worker/gpu_model_runner.py:1428). A single worker
 runs in the scheduler's process by default (`uni`), so tracker and worker share one list object. In each later step
-tracker and worker both append the new blocks to this list (:1422), so the list has each new block twice.
+tracker and worker both append the new blocks to this list (:1422), which then has each new block twice.
 
-LMCache calculates slots from this list. The slots then belong to other tokens, and LMCache stores the KV of these
+LMCache calculates slots from this list. The slots then belong to wrong tokens, and LMCache stores the KV of the wrong
 tokens under valid keys. After a step without the request, the worker fills its block table from the wrong list.
 
 Fix: After `build_connector_meta`, before the worker runs, the fix gives the tracker of each resumed request a copy of
@@ -39,7 +39,7 @@ def fix(impl: Any, answer: Any, scheduler_output: Any) -> None:
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
-    """Resume with two blocks, then let the worker append a block. With the bug, the tracker has all three blocks."""
+    """Resume a request with two blocks, then append a block in the worker. With the bug, the tracker has three."""
     tracker, blocks = adapter.RequestTracker(stubs.NAME, 48, [0] * 16, [0]), [1, 2]
     since_0_3_11 = "all_token_ids" in inspect.signature(hook).parameters
     hook(tracker, [0] * 16, (blocks,), True, **({"all_token_ids": [0] * 48} if since_0_3_11 else {}))

@@ -6,7 +6,7 @@ preempted requests return wrong text. Other requests that begin with the same to
 Cause: vLLM passes a resumed request to runner V2 as a new one, with all of its tokens in `prefill_token_ids`
 (scheduler.py 0.32.0:1418). The lookup covers all these tokens, and vLLM counts the hit as computed. But LMCache's
 tracker gets only `prompt_token_ids` (0.5.6 vllm_v1_adapter.py:191). So LMCache does not load the part of a hit after
-the prompt. LMCache also stores wrong KV for later tokens, because it reads this KV from the blocks of other tokens.
+the prompt. LMCache also stores wrong KV for later tokens, because LMCache reads this KV from the wrong blocks.
 
 Fix: The fix gives the tracker all tokens of the request, as LMCache does with runner V1.
 - Releases: LMCache 0.3.9 to 0.5.6 with runner V2, which vLLM 0.32 uses for most models on a GPU. A hit is longer than

@@ -9,7 +9,7 @@ the request out of a step, the request's next step starts at a known token. The 
 position.
 
 Fix: Before `build_connector_meta`, the fix appends the known tokens that the tracker lacks.
-- Upstream: None known; fixed in 0.4.3, which continues from the end of the tracker.
+- Upstream: None known; fixed in 0.4.3, which appends tokens from the end of the tracker on.
 """
 
 from kvfix.fixes import _closed

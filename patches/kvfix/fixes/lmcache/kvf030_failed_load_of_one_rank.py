@@ -4,21 +4,21 @@ Symptom: With tensor or pipeline parallelism one worker logs `Request ... failed
 Nothing else is logged. Later, other requests that begin with the same prompt return wrong text.
 
 Cause: Each rank loads its own part of a request's KV from its own cache. If the load fails in one rank, the other ranks
-do not know of the failure during the step (0.5.6 vllm_v1_adapter.py:890-896). But the KV that these ranks compute
-depends on the KV of all ranks, and these ranks store their KV at the end of the step (:1104-1259).
+do not know of the failure during the step (0.5.6 vllm_v1_adapter.py:890-896). The other ranks compute wrong KV,
+because each rank's KV depends on all ranks. The other ranks store the wrong KV at the end of the step (:1104-1259).
 
 After the step vLLM computes the tokens again, but the caches of the other ranks keep the wrong chunks. KVF007 fixes
 only the rank whose load failed.
 
-Fix: With several workers, the fix delays the saves of a step that loads KV, and of the next steps in flight. It makes
-the delayed saves when vLLM has the load reports of all ranks, and has rolled back or ended the failed requests. If a
-request ends or is preempted before that, the fix drops its save, because other requests may use the blocks.
+Fix: With several workers, the fix delays the saves of a step that loads KV, and of the next steps in flight. The fix
+makes the delayed saves when vLLM has the load reports of all ranks, and has rolled back or ended the failed requests.
+If a request ends or is preempted before its delayed save, the fix drops the save, because the blocks may be reused.
 
 The worker of a kv_producer stores every request that has metadata (:1152). So the fix marks the metadata of a request
 whose save is delayed, and the worker skips this request. If a request names a decoder (`disagg_spec`), the store is the
 transfer to the decoder. This store cannot wait, because the request ends with the step. So the decoder may still get
 wrong KV. With `kv_load_failure_policy=fail` (default), prefill ends the request. Do not set `recompute` for prefill.
-- Releases: LMCache 0.3.9 to 0.5.6. 0.3.9 does not know which blocks failed, so the fix has no effect there.
+- Releases: LMCache 0.3.9 to 0.5.6. In 0.3.9 the fix has no effect, because 0.3.9 does not know which blocks failed.
 - Remove when: The ranks agree which loads have failed before they save a step.
 """
 
@@ -27,7 +27,7 @@ import copy
 from kvfix.fixes import _closed, _lmcache, _scheduler
 from kvfix.fixes.api import LMCACHE_V1, SCHEDULER, Any, Fix, fix_after, note, stubs
 
-#: Attribute of the scheduler's LMCache adapter that holds its `Unsaved` object.
+#: In this attribute, the scheduler's LMCache adapter keeps its `Unsaved` object.
 _UNSAVED = "_kvfix_unsaved"
 #: Attribute of a request's metadata that tells the worker of a kv_producer not to store the request in this step.
 _STORE_NOTHING = "_kvfix_store_nothing"
@@ -41,7 +41,7 @@ class Unsaved:
         self.step = 0
         #: The first step whose saves need not wait.
         self.open_from = 0
-        #: {request id: (first step that may make the save, metadata of the save)}
+        #: For each request id: the first step that may make the delayed save, and the metadata of the save.
         self.saves: dict[str, tuple[int, Any]] = {}
 
     def take(self, scheduler_output: Any) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class Unsaved:
     def put_off(self, meta: Any) -> None:
         """Delay this save to a later step."""
         setattr(meta, _STORE_NOTHING, True)
-        if not meta.save_spec.can_save:  # only a kv_producer would store these tokens; the next save has them
+        if not meta.save_spec.can_save:  # only a kv_producer would store now; the next save has the tokens
             return
         later = copy.copy(meta)
         delattr(later, _STORE_NOTHING)

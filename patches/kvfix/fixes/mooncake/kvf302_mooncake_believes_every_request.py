@@ -7,13 +7,13 @@ This request will not utilize KVTransfer`, and the request stays in WAITING_FOR_
 Cause: Any client that can reach the engine can set `kv_transfer_params`. A producer asserts that no request asks for a
 load. A consumer asserts that no request asks for a send (mooncake_connector.py 0.32.0:1022, :1049, :1075).
 
-get_num_new_matched_tokens promises the whole prompt (:1023). Only after the allocation of blocks, MooncakeConnector
-checks whether the request names its peer. If the request names none, MooncakeConnector only logs a warning (:1066). If
+get_num_new_matched_tokens promises the whole prompt (:1023). MooncakeConnector checks only after the
+allocation of blocks if the request names a peer. Without a peer, MooncakeConnector only logs a warning (:1066). If
 a value in the parameters is not a string, EngineCore dies, or the worker's event loop raises and the load never starts.
 
 Fix: If a request asks for a transfer that this engine cannot do, or names no peer, the fix promises 0 tokens. The other
-hooks skip the request, and the engine computes its prompt. If the bootstrap address is a number, the fix passes it on
-as a string. The worker then cannot connect, and reports a failed load.
+hooks skip the request, and the engine computes its prompt. If the bootstrap address is a number, the fix turns the
+number into a string. The worker then cannot connect, and reports a failed load.
 - Remove when: vLLM checks the parameters before it promises tokens.
 """
 
@@ -26,7 +26,7 @@ _ADDRESS = "remote_bootstrap_addr"
 
 
 def _names(params: dict[str, Any], key: str) -> bool:
-    """Return True for a string, for a number as bootstrap address, and for any `remote_port`. vLLM checks no type."""
+    """Return True for a string, for a number as bootstrap address, and for a `remote_port` of any type."""
     if key == _ADDRESS and isinstance(params.get(key), int):
         return True
     return isinstance(params.get(key), str) or (key == "remote_port" and key in params)
@@ -55,7 +55,7 @@ def _promises(keys: tuple[str, ...]) -> Fixing:
 
 @fix_around(when=lambda scheduler, request, *_: request.kv_transfer_params)
 def update_state_after_alloc(scheduler: Any, request: Any, *_: Any) -> Steps:
-    """If the address is a number, pass it as a string to the function that makes the metadata."""
+    """Turn a numeric bootstrap address into a string for the function that makes the metadata."""
     if _of_other_role(scheduler, request):
         return None
     yield

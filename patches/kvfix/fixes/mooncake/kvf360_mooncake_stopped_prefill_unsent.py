@@ -3,8 +3,8 @@
 Symptom: A request whose first token is the end of the text, or a stop token, takes at least eight minutes, or fails.
 The decode engine keeps its blocks, and logs `pulling kv_caches for [...] failed: Timeout waiting for P side ready.`.
 
-Cause: In the prefill engine, request_finished sends only requests that ended as FINISHED_LENGTH_CAPPED. It treats every
-other end as an abort (mooncake_connector.py 0.32.0:1150). vLLM checks for a stop token before it checks max_tokens
+Cause: In the prefill engine, request_finished sends only requests that ended as FINISHED_LENGTH_CAPPED. Any other
+status counts as an abort (mooncake_connector.py 0.32.0:1150). vLLM checks for a stop token before it checks max_tokens
 (v1/core/sched/utils.py 0.32.0:105). So a prefill with max_tokens 1 whose only token is a stop token ends as
 FINISHED_STOPPED. The decode engine gets no message, and waits for VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT (480 s).
 NixlConnector also sends requests that ended as FINISHED_STOPPED (nixl/pull_scheduler.py 0.32.0:237).

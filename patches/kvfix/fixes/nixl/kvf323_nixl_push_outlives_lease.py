@@ -19,9 +19,9 @@ import threading
 from kvfix.fixes import _closed, _nixl
 from kvfix.fixes.api import GO_ON, NIXL_BASE_WORKER, NIXL_PUSH_WORKER, Any, Fix, Steps, fix_around, note, stubs
 
-#: The writer thread and the worker's own thread hold this lock only for moments.
+#: The writer thread and the thread that runs the worker's hooks hold this lock only briefly.
 _lock = threading.Lock()
-#: Attributes of a worker: the requests whose write begins, and the last _MOST requests whose lease has ended.
+#: Attributes of a worker. _BEGINNING: requests whose write is starting. _OVER: requests of the last _MOST ended leases.
 _BEGINNING, _OVER, _MOST = "_kvfix_beginning", "_kvfix_over", 4096
 
 

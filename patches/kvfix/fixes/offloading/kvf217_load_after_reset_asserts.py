@@ -4,8 +4,8 @@ Symptom: EngineCore dies with a bare `AssertionError` at `assert self._jobs[any_
 of offloading/scheduler.py, after `reset_prefix_cache` with `reset_running_requests` and without `reset_connector`.
 
 Cause: When a request is preempted, OffloadingConnector waits for the request's copies, and asserts that all copies are
-stores (offloading/scheduler.py 0.32.0:1862). vLLM does not admit a request in the step in which it preempts the
-request. But if a reset preempts a request between two steps, the next step can start a load for the request.
+stores (offloading/scheduler.py 0.32.0:1862). vLLM does not admit a request in the step in which vLLM preempts
+the request. But if a reset preempts a request between two steps, the next step can start a load for the request.
 
 Fix: If a preempted request has a load in flight, the fix hides the request from `build_connector_meta`. The request has
 no stores to wait for, because vLLM starts a load only when the request's stores are done.

@@ -76,7 +76,7 @@ FIX = Fix(
     api.OFFLOADING_WORKER_METADATA.aggregate(broken=">=0.32", fix=aggregate, helper=True),
     api.OFFLOADING_SCHEDULER.build_connector_meta(broken=">=0.32", fix=tells_worker, order=5, helper=True),
     api.OFFLOADING_WORKER.start_kv_transfers(broken=">=0.32", fix=start_kv_transfers, helper=True),
-    # 0.26.0 has the bug too, but has no get_transfer_results, and its update_connector_output differs.
+    # 0.26.0 has the bug too, but has no get_transfer_results, and its update_connector_output differs from 0.32.
     api.OFFLOADING_SCHEDULER.update_connector_output(broken=">=0.32", fix=update_connector_output, order=5),
     effect="crash",
     evidence={"KVR011": "^(wait_for_save|get_finished): AssertionError", "KVD987": ""},

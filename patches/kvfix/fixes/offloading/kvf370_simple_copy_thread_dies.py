@@ -8,8 +8,8 @@ to be stored never become free. The engine gets slower, and stops.
 Cause: The loop of the copy thread catches no exception (copy_backend.py 0.32.0:127, disk_backend.py:249, :283). The
 thread records no event for the failed copy or for later copies. The worker reports only copies that have an event.
 
-Fix: The copy thread continues after a failed copy, and the worker reports the copy to the scheduler. After a failed
-store, the blocks become free. After a failed load, vLLM computes the tokens, or ends the request
+Fix: The copy thread continues after a failed copy, and the worker reports the failed copy to the scheduler. After a
+failed store, the blocks become free. After a failed load, vLLM computes the tokens, or ends the request
 (`kv_load_failure_policy`). No request finds a chunk whose copy has failed.
 - Releases: vLLM 0.26.0 to 0.33.0. The fix needs 0.32.0 or later, whose workers can name the requests of failed loads.
 - Remove when: `_copy_loop` catches an exception of a copy, and the worker reports the failed copy.
@@ -189,7 +189,7 @@ def _process_store_event(scheduler: Any, event: int) -> Steps:
 
 
 FIX = Fix(
-    # 0.26.0 has the bug too, but its workers cannot name failed loads, and the functions below differ.
+    # 0.26.0 has the bug too, but its workers cannot name failed loads, and its functions differ from those of 0.32.
     api.SIMPLE_COPIES._copy_loop(broken=">=0.32", fix=_survives(4, 4, _noting_gpu), helper=True),
     api.SIMPLE_DISK._store_loop(broken=">=0.32", fix=_survives(3, 2, partial(_noting_disk, "_store_queue"))),
     api.SIMPLE_DISK._load_loop(broken=">=0.32", fix=_survives(3, 2, partial(_noting_disk, "_load_queue"))),

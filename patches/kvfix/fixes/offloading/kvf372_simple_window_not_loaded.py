@@ -1,9 +1,9 @@
 """Later requests return wrong text: SimpleCPUOffloadConnector loads less of a sliding window than vLLM caches.
 
-Symptom: Nothing is logged. The model has layers of sliding windows, and several MTP modules make drafts.
+Symptom: Nothing is logged. The model has layers with sliding windows, and several MTP modules make drafts.
 
 Cause: With several MTP modules vLLM keeps some tokens in front of the window (`extra_retained_tokens`,
-SlidingWindowSpec). A hit in the CPU memory has only the window (`_contiguous_blocks_for_hit`,
+SlidingWindowSpec). A hit in the CPU memory covers only the window (`_contiguous_blocks_for_hit`,
 single_type_kv_cache_manager.py 0.32.0:943). vLLM allocates a block in front of the window, but the connector loads
 nothing into the block (simple_kv_offload/manager.py 0.32.0:484). After the load, vLLM caches the block nevertheless.
 

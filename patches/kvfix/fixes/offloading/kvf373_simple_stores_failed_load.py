@@ -6,8 +6,8 @@ and later requests that begin with the same prompt return wrong text. The bug ne
 SimpleCPUOffloadConnector and a connector that loads within the step, such as LMCache's in-process connector.
 
 Cause: SimpleCPUOffloadConnector stores blocks in the step in which another connector loads them (manager.py
-0.32.0:840). `update_connector_output` reads only this connector's own reports (:1005), so it does not see the failed
-load. When the store ends, the connector uses the key that each block has then (:1080). With kv_load_failure_policy
+0.32.0:840). `update_connector_output` reads only reports of SimpleCPUOffloadConnector (:1005), which lack the failed
+load. When the store ends, SimpleCPUOffloadConnector takes the blocks' current keys (:1080). With kv_load_failure_policy
 "fail" the failed blocks have no key, and the assertion fails. With "recompute" later requests find the wrong KV.
 
 Fix: The fix also reads the failed blocks from the report that `update_connector_output` gets. From the stores in
@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection
 
 from kvfix.fixes.api import GO_ON, SIMPLE_SCHEDULER, Any, Fix, fix_before, note, stubs
 
-#: Attribute of the scheduler: {store: the GPU blocks that the scheduler drops when the store ends}.
+#: This attribute of the scheduler has for each store the GPU blocks that the scheduler drops when the store ends.
 _GIVEN_UP = "_kvfix_given_up"
 
 
@@ -72,19 +72,18 @@ def _process_store_event(scheduler: Any, event: int) -> None:
     if whole is not None:  # else a reset has dropped the store
         kept, gone = _part(whole, lambda block: block not in lost), _part(whole, lambda block: block in lost)
         scheduler._in_flight_store_gpu_blocks.difference_update(lost)
-        # One statement, so that no error can occur between the two changes.
+        # One statement makes both changes, so that no error can occur between the changes.
         scheduler._store_event_to_blocks[event], _ = kept, scheduler._release_transfer_refs(gone)
 
 
 def _part(transfer: Any, wanted: Callable[[int], bool]) -> Any:
-    """Return a copy of the transfer that has only the wanted blocks."""
     places = [place for place, block in enumerate(transfer.gpu_block_ids) if wanted(block)]
     columns = transfer.gpu_block_ids, transfer.cpu_block_ids, transfer.block_meta
     return type(transfer)(*(None if column is None else [column[place] for place in places] for column in columns))
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """In one step, let the load of block 3 fail and end its store. With the bug, later requests find the block."""
+    """Let the load of block 3 fail in the step that ends a store of block 3. With the bug, requests find the block."""
     found: list[Any] = []
     block = stubs.Stub(
         block_id=3, block_hash=b"key", block_hash_num_tokens=16, is_null=False, ref_cnt=1, reset_hash=lambda: None

@@ -1,1 +1,1 @@
-"""Bugs that cannot be fixed from outside, each with a workaround."""
+"""Bugs that kvfix cannot fix from outside vLLM and LMCache, each with a workaround."""

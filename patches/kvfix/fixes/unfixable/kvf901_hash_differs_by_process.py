@@ -10,7 +10,7 @@ ranks`. The log may also have one of these lines:
 
 Cause: `pre_caching_hash_algorithm` is `builtin` by default (0.5.6 config.py:133), and Python salts the hash of
 strings and bytes in each process. Up to 0.3.15 LMCache also hashes None. On Python 3.11 and earlier the hash of None is
-an address, so a fixed seed is not enough there. Python sets the seed at its start, before kvfix runs.
+an address, which a fixed seed does not change. Python sets the seed at its start, before kvfix runs.
 
 Workaround: Set PYTHONHASHSEED=0 in the environment of every vLLM and LMCache process. Or set
 `pre_caching_hash_algorithm: sha256_cbor` in each LMCache's configuration. Without a shared cache, no setting is needed.

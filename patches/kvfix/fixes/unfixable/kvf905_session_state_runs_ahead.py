@@ -12,8 +12,8 @@ Speculative decoding has the same effect. vLLM drops draft tokens that it has ac
 (`_update_request_with_output`, :2508), but the state still includes these tokens.
 
 Workaround: For streaming input to these models, use `--no-async-scheduling` and no speculative decoding.
-- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested with states. Tests of kvfix show the bug with
-  pipeline parallelism and with draft tokens. For the case of a stop token, only the source was read.
+- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested with state layers. Tests show the bug with pipeline
+  parallelism and with draft tokens. For a turn that ends at a stop token, only the source was read.
 - Remove when: vLLM recomputes the state of a session from the last state that vLLM has kept.
 """
 
