@@ -49,7 +49,7 @@ def _report(level: str, text: str) -> None:
 
 
 def _admitted(text: str) -> str:
-    """Return the line to log. Return "" for a repeated text, or after too many lines of its kind (text before ":")."""
+    """Return the line to log, or "" for a repeated text or a too frequent kind. The kind is the text before ":"."""
     if text in session.reported:
         return ""
     _remember(session.reported, text, None, TEXTS)
@@ -69,7 +69,7 @@ def _remember(kept: dict[str, Any], name: str, value: Any, most: int) -> None:
 
 
 def fault(where: str, error: BaseException) -> None:
-    """Log that code of kvfix has raised an exception at `where`. Log each type of exception once for each place."""
+    """Log that code of kvfix has raised an exception at `where`. Log each type of exception once for each `where`."""
     kind = f"a fault of kvfix itself in {where}: {type(error).__name__}"
     session.faults[kind] = session.faults.get(kind, 0) + 1
     if session.faults[kind] == 1:  # `_admitted` is not enough, because the text of the error may differ each time

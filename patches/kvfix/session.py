@@ -41,7 +41,7 @@ class Session:
         # Imports (activation). Any thread may import a module.
         #: Names of the modules with functions to wrap. None until `activation` has read the names from the fixes.
         self.modules: frozenset[str] | None = None
-        #: Pairs (thread id, module): in this thread, `activation.Finder` is asking the other finders for the module.
+        #: Pairs (thread id, module). In this thread, `activation.Finder` is asking Python's finders for the module.
         self.finding: set[tuple[int, str]] = set()
         #: Modules whose code an import is executing now.
         self.executing: set[str] = set()
@@ -49,17 +49,17 @@ class Session:
         # Fixes (applying). A thread that holds the lock imports no module with functions to fix.
         self.lock = RLock()
         self.wrapped: dict[tuple[str, str], WrappedFunction] = {}
-        #: {function of a wanted fix in an imported module: state after kvfix has tried to apply the fix}.
+        #: {target in an imported module: state after kvfix has tried to apply the target's fix}.
         self.outcomes: dict[Target, Applicability] = {}
-        #: {function of a wanted fix: state of the function without kvfix's wrappers}.
+        #: {target: state of the target's function without kvfix's wrappers}.
         self.judged: dict[Target, Applicability] = {}
-        #: {name: module} of each module whose import has ended while kvfix was active.
+        #: The modules whose import has ended while kvfix was active, by name.
         self.complete: dict[str, Any] = {}
-        #: {module: codes of the module's applied fixes that are not logged yet}.
+        #: {module: codes of the fixes that kvfix has applied in the module, but has not logged yet}.
         self.newly_applied: dict[str, dict[str, None]] = {}
-        #: {code of a fix, or key of other wrappers: how often these wrappers have acted and failed} (metrics).
+        #: {key: how often the wrappers with this key have acted and failed} (metrics). The key of a fix is its code.
         self.tallies: dict[str, Tally] = {}
-        #: {code of a fix that `kvfix attach` does not apply to this running engine: reason}.
+        #: {code of a fix: reason why `kvfix attach` does not apply the fix to this running engine}.
         self.held_back: dict[str, str] = {}
         #: Ids of requests that began before `kvfix attach`. Rules, and fixes with NEW_REQUESTS, skip these requests.
         self.before: Container[str] = ()
@@ -82,7 +82,7 @@ class Session:
         self.report_times: dict[str, float] = {}
         self.reports = 0
         self.suppressed: list[tuple[str, str]] | None = None
-        #: Paths of recorder files, and of the files that announce this process to `kvfix dump`.
+        #: `files`: paths of recorder files. `announced`: paths of the files that announce this process to `kvfix dump`.
         self.files: list[str] = []
         self.announced: set[str] = set()
         self.signal_installed = False
@@ -106,7 +106,7 @@ class Session:
         self.reports, self.suppressed = 0, None
 
     def _in_child(self) -> None:
-        """Reset the state in a forked child. The parent owns records and files, and its threads may hold the lock."""
+        """Reset the state in a forked child. Events and files belong to the parent, whose threads may hold the lock."""
         self.lock = RLock()
         self.restart_recording()
         for tally in self.tallies.values():

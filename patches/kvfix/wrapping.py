@@ -1,16 +1,16 @@
-"""Wrap functions of vLLM or LMCache with plain closures, which `before`, `after` and `around` make.
+"""Wrap functions of vLLM or LMCache in plain closures. `before`, `after` and `around` make the closures.
 
 In this module, the answer of a function is its return value. The wrapped function gets its arguments as the caller
 passed them. The code of a wrapper gets the arguments by position, with the defaults filled in, because callers in
 different releases pass different arguments by name.
 
 A wrapper runs its code (`prepare`, `change` or `steps`) only if `when` returns true for the same arguments. To save
-time, a wrapper may also have an attribute `only`: (instance) -> bool. If all `only` functions return false, the
-call skips the wrappers that have an `only`. For one instance, `only` must always return the same answer.
+time, a wrapper may also have an attribute `only`: (instance) -> bool. A call skips all wrappers with an `only` if every
+`only` returns false. For one instance, `only` must always return the same answer.
 
 If the code of a wrapper raises, kvfix counts the error and logs it once. The engine continues with the answer that
-`on_fault` returns. Without an `on_fault`, as in most fixes for a crash, leak or hang, the caller gets the function's
-own answer. A fix for wrong KV has an `on_fault` that reports a failed load, skips a store or promises 0 tokens. An
+`on_fault` returns. Most fixes for a crash, leak or hang have no `on_fault`. The caller then gets the function's own
+answer. A fix for wrong KV has an `on_fault` that reports a failed load, skips a store or promises 0 tokens. An
 `on_fault` may instead make the call safe and return GO_ON. Fixes share the `on_fault` functions in `fixes._closed`.
 """
 
@@ -26,7 +26,7 @@ from kvfix import engine_log, metrics
 Function = Callable[..., Any]
 Wrapper = Callable[[Function], Function]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-#: `on_fault` returns GO_ON for the function's own answer. kvfix then calls the function, unless it has already run.
+#: `on_fault` returns GO_ON for the function's own answer. kvfix then calls the function, unless the function has run.
 GO_ON = object()
 
 
@@ -58,7 +58,7 @@ def before(prepare: Function, when: Function | None = None, on_fault: Function |
     """Call `prepare` before the function.
 
     prepare: (instance, *arguments) -> true if the fix has acted.
-    on_fault: called if `prepare` or `when` raises: (arguments of the caller) -> answer, or GO_ON to call the function.
+    on_fault: (arguments of the caller) -> answer, or GO_ON to call the function. Runs if `prepare` or `when` raises.
     """
 
     def wrap(function: Function) -> Function:
@@ -85,7 +85,7 @@ def after(change: Function, when: Function | None = None, on_fault: Function | N
     """Call the function, then change its answer.
 
     change: (instance, answer, *arguments) -> the right answer, or None to keep `answer`.
-    on_fault: called if `change` or `when` raises: (instance, answer, *arguments of the caller) -> answer, or GO_ON.
+    on_fault: (instance, answer, *arguments of the caller) -> answer, or GO_ON. Runs if `change` or `when` raises.
     """
 
     def wrap(function: Function) -> Function:
@@ -118,7 +118,7 @@ def around(steps: Function, when: Function | None = None, on_fault: Function | N
     runs before the function. The generator returns the right answer, or None to keep `answer`. `yield arguments` calls
     the function with `arguments` instead of the caller's arguments. A return before the `yield` skips the function. If
     the function raises, the caller gets the exception, and kvfix closes the generator (clean up in `finally`).
-    on_fault: called if the generator, `steps` or `when` raises: (arguments of the caller) -> answer, or GO_ON.
+    on_fault: (arguments of the caller) -> answer, or GO_ON. Runs if the generator, `steps` or `when` raises.
     """
 
     def wrap(function: Function) -> Function:
@@ -178,7 +178,7 @@ def instead(answer: Any) -> Generator[None, Any, Any]:
 
 
 class View:
-    """A view of an object that replaces some attributes. Reads of other attributes, and all writes, use the object."""
+    """A view that replaces some attributes of an object. Other reads, and all writes, use the object."""
 
     def __init__(self, own: Any, **instead: Any) -> None:
         vars(self).update(instead, _own=own)
@@ -206,8 +206,8 @@ def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
 class WrappedFunction:
     """A function of vLLM or LMCache with wrappers around it.
 
-    kvfix puts the function `placed` into the class. `placed` calls the current wrappers. So another tool may wrap
-    `placed` or keep a reference to it while wrappers change. kvfix does not use wrapt, because its import is slow.
+    kvfix puts the function `placed` into the class. `placed` calls the current wrappers. So another tool may wrap or
+    keep `placed` while wrappers change. kvfix does not use wrapt, because wrapt is slow to import.
     """
 
     def __init__(self, owner: Any, name: str, original: Any) -> None:
@@ -298,7 +298,7 @@ def _other_kind(original: Any) -> str:
 
 
 def _count_parameters(function: Function) -> int:
-    """Return N: a call with N positional arguments can skip `positional`. Return -1 if each call needs `positional`."""
+    """Return the number of positional parameters, or -1 if `positional` must handle every call of the function."""
     inner = inspect.unwrap(function)
     return inner.__code__.co_argcount if isinstance(inner, FunctionType) and not inner.__kwdefaults__ else -1
 

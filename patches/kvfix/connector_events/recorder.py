@@ -1,9 +1,9 @@
 """Keep the last events of this process in a bounded queue (the flight recorder), and write recorder files.
 
-A hook call without an event is only counted, so that steps in which nothing changes push no event out of the queue.
+The recorder only counts a hook call without an event. So steps without changes push no event out of the queue.
 
-A recorder file has JSON lines. kvfix writes the file atomically, in a folder that only its owner can read. The first
-line describes the file. The other lines follow in any order. Each line has a `kind`:
+A recorder file has JSON lines. kvfix writes the file atomically, in a folder that only the folder's owner can read. The
+first line describes the file. The other lines follow in any order. Each line has a `kind`:
 
     {"kind": "recorder", "schema": 1, "reason": "violation", "pid": 1, "process": "EngineCore", "mode": "check",
      "node": "n1", "boot": "...", "began": 1, ...}
@@ -57,7 +57,7 @@ FILES, FILES_OF_ALL = 32, 256
 #: Environment variable: the folder in which each user gets a private folder. Default: the folder for temporary files.
 DIRECTORY = "KVFIX_DUMP_DIR"
 
-#: The name of a recorder file or of its report. The group in the pattern is the time of the file in milliseconds.
+#: Matches the name of a recorder file or of a report. The group is the file's time, in milliseconds since 1970.
 _DATED = re.compile(r"kvfix-\d+-(\d+)-\d+-\w+\.(?:jsonl|txt)")
 _numbers = count(1)
 
@@ -108,7 +108,7 @@ def write(reason: str, finding: Finding | None = None, more: Iterable[dict[str, 
         recording = write_file(private, name, _bounded([encode(line) for line in (*_lines(reason, finding), *more)]))
         dated = sorted((int(found[1]), name) for name in os.listdir(private[1]) if (found := _DATED.match(name)))
         for _, oldest in dated[:-FILES_OF_ALL]:
-            with suppress(OSError):  # another process has removed it
+            with suppress(OSError):  # another process has removed the file
                 os.unlink(oldest, dir_fd=private[1])
     session.files.append(recording)
     while len(session.files) > FILES:
@@ -117,7 +117,7 @@ def write(reason: str, finding: Finding | None = None, more: Iterable[dict[str, 
 
 
 def began(pid: int | str = "self") -> int:
-    """Return the start of a process, in clock ticks after boot. A later process may have the same pid."""
+    """Return the start of a process, in clock ticks after boot. A pid alone is not unique over time."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         return int(file.read().rpartition(b")")[2].split()[19])
 
@@ -184,7 +184,7 @@ def _connector(watched: "WatchedConnector") -> dict[str, Any]:
 
 
 def kept(watched: "WatchedConnector") -> dict[str, int]:
-    """Return {attribute of the connector: number of requests in it}, or {} if the attributes cannot be read."""
+    """Return the number of requests in each attribute of the connector, or {} if the attributes cannot be read."""
     try:
         return {where: len(names) for where, names in watched.reader.kept()}
     except Exception:  # noqa: BLE001  optional fields
@@ -192,7 +192,7 @@ def kept(watched: "WatchedConnector") -> dict[str, int]:
 
 
 def scheduler_state() -> dict[str, int]:
-    """Return the scheduler's numbers of requests and blocks; {} if this process has no or several schedulers."""
+    """Return the scheduler's numbers of requests and blocks. Return {} if this process has no or several schedulers."""
     try:
         (found,) = schedulers()
         pool = found.kv_cache_manager.block_pool
@@ -241,8 +241,8 @@ def _bounded(lines: list[bytes]) -> bytes:
 def folder() -> Iterator[tuple[str, int]]:
     """Yield path and descriptor of the private folder (mode 0700). Raises OSError if other users can access the folder.
 
-    If other users can write to the parent folder (mode 1777), they can make a link or folder with this name. kvfix
-    creates files through the descriptor, so that a user who replaces the folder later cannot redirect a file.
+    If all users can write to the parent folder (mode 1777), another user can make a link or folder with this name.
+    kvfix creates files through the descriptor, so that a user who replaces the folder later cannot redirect a file.
     """
     shared = os.environ.get(DIRECTORY) or tempfile.gettempdir()
     os.makedirs(shared, mode=0o700, exist_ok=True)

@@ -35,7 +35,7 @@ def install() -> None:
 
 
 def announce() -> None:
-    """Announce this process and its engines if kvfix handles SIGUSR2. Without a handler, the signal ends a process."""
+    """Announce this process and its engines if kvfix handles SIGUSR2. Without a handler, SIGUSR2 ends a process."""
     if session.signal_installed and signal.getsignal(SIGNAL) is _on_signal:
         violations.written(write_announcement)
 
@@ -54,7 +54,7 @@ def _engines() -> set[str]:
 
 
 def announced(descriptor: int) -> Iterator[int]:
-    """Yield the pids of other processes that belong to the same engines and are announced in this folder."""
+    """Yield the pid of each other process that is announced in this folder and shares an engine with this process."""
     engines = _engines()
     for name in os.listdir(descriptor):
         if not name.endswith(".ready"):
@@ -90,7 +90,7 @@ def _on_signal(number: int, frame: Any) -> None:
 
 
 def lines_of_others(seconds: float = 1.0) -> list[dict[str, Any]]:
-    """Send SIGUSR2 to the other processes of the same engines. Return states and stacks from their recorder files."""
+    """Send SIGUSR2 to each other process of the same engines. Return states and stacks that these processes write."""
     found: list[dict[str, Any]] = []
     with suppress(OSError), recorder.folder() as (_, descriptor):
         before, asked = set(os.listdir(descriptor)), set[str]()

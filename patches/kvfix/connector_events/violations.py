@@ -57,7 +57,7 @@ def report(watched: "WatchedConnector", hook: str, finding: Finding, error: Exce
 
 
 def report_exception(watched: "WatchedConnector", hook: str, event: Raised) -> None:
-    """Write a recorder file with the events before a hook's exception. Use this if no rule checks the exception."""
+    """Write a recorder file with the events before an exception that no rule checks."""
     if _is_due(f"exception {hook} {_without_numbers(event.error)}"):
         path = written(recorder.write, "exception")
         if path:

@@ -1,10 +1,10 @@
 """Read the state of a running engine as plain data: call `collect()` in one of the engine's processes.
 
 `collect()` may run at any point of the main thread, even inside a step. Therefore `collect()` changes nothing, takes no
-lock, imports no new module, does not wait and does not raise. The modules of this package import only the standard
-library and each other (by relative names), because `kvfix look` loads them in a process without kvfix.
+lock, imports no new module, does not wait and does not raise. `kvfix look` loads this package in a process without
+kvfix. Therefore the package imports only the standard library and, by relative names, its own modules.
 
-The state contains counts and ids of requests; with `full`, also ids and hashes of blocks. The state contains no tokens,
+The state contains counts and request ids and, with `full`, ids and hashes of blocks. The state contains no tokens,
 prompts or host names. Unknown values are None. `mono` and `wall` are in ns. `arrived` and `since` are ages in seconds.
 
     {"schema": 1, "pid": 1, "process": "EngineCore", "mono": 12, "wall": 34, "milliseconds": 2.1,
@@ -12,7 +12,7 @@ prompts or host names. Unknown values are None. `mono` and `wall` are in ns. `ar
      "kvfix": {"mode": "observe", "version": "0.1.0", "fixes": ["KVF001"]} or None,
      "stack": ["recv (zmq/sugar/socket.py:980)", ...],  the 24 innermost calls of the main thread
      "hook": "get_num_new_matched_tokens",              the connector hook that the main thread runs; "" if none
-     "in_step": True,                                   the scheduler is inside a step, and its queues are incomplete
+     "in_step": True,                                   a scheduler step is running, and the queues are incomplete
      "scheduler": {...} or None,                        see scheduler.py
      "connectors": [{...}],                             a row for each connector of the scheduler and of the worker
      "unread": {"scheduler": "AttributeError ..."}}     {field that could not be read: error}
@@ -42,7 +42,7 @@ from typing import Any
 from . import lmcache_readers, places
 from . import scheduler as schedulers
 
-#: The version of this format. The version increases when a name is removed or changes its meaning.
+#: The version of the state's format. The version increases when a name is removed or changes its meaning.
 SCHEMA = 1
 
 
@@ -52,7 +52,7 @@ def collect(
     """Return the state of this process.
 
     full: include the ids and hashes of each request's blocks, so that `kvfix lab` can rebuild the request.
-    scheduler: vLLM's scheduler. workers: the connectors of the workers. By default, `collect` searches for them.
+    scheduler: vLLM's scheduler. workers: the connectors of the workers. By default, `collect` searches the process.
     calls: the main thread's stack, if another thread calls `collect`. By default, `collect` reads its own stack.
     """
     began = time.perf_counter()
@@ -104,7 +104,7 @@ def _rows(connectors: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def _by_request(connectors: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return {request: row}. If several connectors have a row for a request, take the row with most promised tokens."""
+    """Return {request id: row}. If several connectors have a row, take the row with most promised tokens."""
     found: dict[str, dict[str, Any]] = {}
     for connector in connectors:
         for name, row in (connector.get("requests") or {}).items():

@@ -31,7 +31,7 @@ class V1(Reader):
         self.impl = connector._lmcache_engine
         self.client = getattr(self.impl, "lookup_client", None)
         self._statuses = getattr(self.client, "reqs_status", {})
-        #: A global dictionary in LMCache's module. In one process, the connectors of both roles share this dictionary.
+        #: LMCache's global dictionary {request id: decode instance}. All connectors of a process share this dictionary.
         self._decoders = getattr(sys.modules[type(self.impl).__module__], "tmp_disagg_tracker", {})
         config = getattr(self.impl, "config", None)
         self._timeout = (getattr(config, "lookup_timeout_ms", None) or 3000) / 1000
@@ -87,12 +87,12 @@ class V1(Reader):
         return any(request in getattr(self.client, name, ()) for name in self._LOOKUPS)
 
     def _pins(self) -> Any:
-        """Return {request: pins} of the worker, or None in the scheduler and in a worker without pins."""
+        """Return the worker's {request id: pinned chunks}, or None in the scheduler or if LMCache keeps no pins."""
         engine = None if self.client is not None else getattr(self.impl, "lmcache_engine", None)
         return getattr(engine, "lookup_pins", None)
 
     def left(self, request: str) -> list[str]:
-        """Ignore a cancelled lookup, because LMCache removes it later (lmcache_async_lookup_client.py 0.5.6:260)."""
+        """Ignore a cancelled lookup. LMCache removes the lookup later (lmcache_async_lookup_client.py 0.5.6:260)."""
         if request in self._statuses and request in getattr(self.client, "aborted_lookups", ()):
             return [where for where in super().left(request) if not where.startswith("lookup_client.")]
         return super().left(request)
@@ -115,7 +115,7 @@ class V1(Reader):
             state["requests"] = _v1_requests(impl, client)
             return
         state["healthy"] = engine is not None and not failed
-        state["loads"], state["stores"] = [], []  # LMCache loads and stores within the step
+        state["loads"], state["stores"] = [], []  # always empty: LMCache loads and stores within the step
         state["failed_blocks"] = len(getattr(impl, "_invalid_block_ids", ()))
         state["pins"] = {name: _count(pins) for name, pins in dict(getattr(engine, "lookup_pins", None) or {}).items()}
         events = dict(getattr(getattr(engine, "event_manager", None), "events", None) or {})
@@ -127,7 +127,7 @@ class V1(Reader):
 
 
 def _row(hit: int | None, lookup: str) -> dict[str, Any]:
-    """Return a row of a request with only `hit` and `lookup` (`kvfix.engine_state.scheduler` describes the fields)."""
+    """Return a row that has only `hit` and `lookup` (`kvfix.engine_state.scheduler` describes the fields)."""
     return {"hit": hit, "lookup": lookup, "phase": "", **dict.fromkeys(("promised", "granted", "stored", "since"))}
 
 
@@ -152,12 +152,12 @@ def _v1_requests(impl: Any, client: Any) -> dict[str, dict[str, Any]]:
 
 
 def _count(pins: Any) -> int:
-    """Count the keys in {location: [keys]}."""
+    """Count the pinned keys of one request. A dictionary has a list of keys for each storage location."""
     return sum(len(keys) for keys in list(pins.values())) if isinstance(pins, dict) else len(pins)
 
 
 class MP(Reader):
-    """LMCache's multi-process connector, and vLLM's copy of it (lmcache_mp_connector.py)."""
+    """LMCache's multi-process connector, or vLLM's copy of this connector (lmcache_mp_connector.py)."""
 
     reports_sent = True
     _LOOKUPS = ("_finished_lookup_results", "_per_server_hits", "_lookup_status", "_lookup_params")
@@ -197,7 +197,7 @@ class MP(Reader):
         yield from self.containers(worker, self._TRANSFERS, "worker_adapter.")
 
     def left(self, request: str) -> list[str]:
-        """Ignore a lookup that KVF105 keeps for an ended request until the server answers."""
+        """Ignore the lookup of an ended request. The fix KVF105 keeps the lookup until the server answers."""
         found = super().left(request)
         if request in getattr(self.connector, "_kvfix_looking", ()):
             return [where for where in found if not where.startswith("scheduler_adapter.")]
@@ -246,7 +246,7 @@ def _server_ports(connector: Any) -> list[int]:
 
 
 def _tracked(row: dict[str, Any], tracker: Any, size: int) -> None:
-    """Add the tracker's counts in tokens. The trackers of vLLM's copy and of LMCache up to 0.4.6 count blocks."""
+    """Add the tracker's counts to `row`, in tokens. The trackers of vLLM, and of LMCache up to 0.4.6, count blocks."""
 
     def tokens(name: str) -> int:
         in_blocks = getattr(tracker, f"num_{name}_blocks", None)
@@ -263,7 +263,7 @@ def _tracked(row: dict[str, Any], tracker: Any, size: int) -> None:
 
 
 def _add_worker(state: dict[str, Any], adapter: Any) -> None:
-    """Add the state of LMCacheMPWorkerAdapter (vllm_multi_process_adapter.py), which has no times of transfers."""
+    """Add the state of a worker adapter (vllm_multi_process_adapter.py). The adapter has no times of transfers."""
     state["lookup_timeout"] = getattr(adapter, "_mq_timeout", None)
     state["healthy"] = _healthy(adapter)
     loads, stores = dict(adapter.retrieve_futures), dict(adapter.store_futures)

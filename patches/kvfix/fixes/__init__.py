@@ -1,4 +1,4 @@
-"""The fixes. Each file is about one bug. `modules` finds the files by their names, without importing them.
+"""The fixes. Each file is about one bug. `modules` finds the files by their names, and imports no file.
 
 For example, `fixes/lmcache/kvf001_lookup_cache_ignores_computed.py` is KVF001, lookup-cache-ignores-computed. Each
 folder is for one component. `lmcache` is LMCache in the engine's process, and `lmcache_mp` is LMCache's multi-process

@@ -22,13 +22,13 @@ def compute(connector: Any, promise: Any, request: Any, *_: Any, **__: Any) -> A
 
 
 def compute_new(connector: Any, request: Any, *_: Any, **__: Any) -> Any:
-    """Remove the request's remote prefill, so that decode does not tell the prefill instance about the request."""
+    """Remove the request's remote prefill, so that decode sends the prefill instance no message about the request."""
     _is_local(request)
     return GO_ON
 
 
 def _is_local(request: Any) -> bool:
-    """Remove the remote prefill from the request. Return False if the request has none."""
+    """Remove the remote prefill from the request. Return False if the request has no remote prefill."""
     asks = bool(request.kv_transfer_params and request.kv_transfer_params.get("do_remote_prefill"))
     if asks:
         request.kv_transfer_params = {**request.kv_transfer_params, "do_remote_prefill": False}
@@ -142,7 +142,7 @@ def forget_cached(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
 
 
 def recompute_all(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
-    """Preempt all running requests after a failed load, and drop the output of their steps in flight."""
+    """Preempt all running requests after a failed load, and drop the output of the steps in flight."""
     forget_cached(scheduler, answer)
     for request in scheduler.requests.values():
         if request.status.name == "PREEMPTED" and hasattr(request, "drop_stale_output"):

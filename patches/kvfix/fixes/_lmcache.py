@@ -34,7 +34,7 @@ def _chunk(fetched: Any) -> Any:
 
 
 def most_in_flight(config: Any) -> int:
-    """Return how many steps can be in flight: vLLM has scheduled them, but does not have their output."""
+    """Return how many steps can be in flight. A scheduled step is in flight until vLLM has the step's output."""
     batches: int | None = getattr(config, "max_concurrent_batches", None)  # since vLLM 0.26
     return batches or 1 + bool(config.scheduler_config.async_scheduling)
 
@@ -53,11 +53,11 @@ def is_producer(impl: Any) -> bool:
 
 
 def skip_producer_stores(is_meant: Callable[[Any], Any]) -> tuple[Fixing, Fixing]:
-    """Return fixes for `wait_for_save` and `start_load_kv`. With the fixes, a kv_producer does not store some requests.
+    """Return fixes for `wait_for_save` and `start_load_kv`. The fixes prevent stores of a kv_producer.
 
     The fix for `start_load_kv` prevents layerwise stores. After `start_load_kv` has loaded a request's tokens, the fix
     empties `token_ids`. A wrapper of `save_kv_layer` would be slower, because it would run once for each layer.
-    is_meant: (metadata of a request) -> True if the request must not be stored.
+    is_meant: (metadata of a request) -> True if the fixes must prevent the stores of the request.
     """
 
     def store_nothing_of(impl: Any, *_: Any, **__: Any) -> bool:
@@ -75,7 +75,7 @@ def skip_producer_stores(is_meant: Callable[[Any], Any]) -> tuple[Fixing, Fixing
 
 
 def stores(hook: Any, adapter: Any, impl: dict[str, Any], **more: Any) -> bool:
-    """Return True if `wait_for_save`, the hook, stores a probe's request. more: metadata of this request."""
+    """Return True if `hook`, which is `wait_for_save`, stores a request. more: metadata of the request."""
     stored: list[Any] = []
     can_save = impl.get("kv_role") != "kv_producer"
     request = stubs.metadata(16, save_spec=stubs.Stub(skip_leading_tokens=0, can_save=can_save), **more)
@@ -84,7 +84,7 @@ def stores(hook: Any, adapter: Any, impl: dict[str, Any], **more: Any) -> bool:
     return bool(stored)
 
 
-#: A function (keyword arguments of an engine call, metadata of the request) that adds keyword arguments to the call.
+#: A function that adds keyword arguments to an engine call: (the call's arguments, metadata of the request) -> None.
 Add = Callable[[dict[str, Any], Any], None]
 #: kvfix calls a `Closed` function if the `Add` function raises. The `Closed` function changes the keyword arguments of
 #: the engine call so that the engine finds and stores nothing.

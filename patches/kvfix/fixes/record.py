@@ -34,8 +34,8 @@ _NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
 
 #: Values of `Fix.attaches`, the requests to which `kvfix attach` applies the fix. With NEW_REQUESTS, the fix skips
 #: requests that began before the attach (`session.before`), because the fix must see a request from its start. With
-#: AT_START, `kvfix attach` does not apply the fix. The reason: the fix acts only while the engine starts, the fix acts
-#: only in the LMCache server, or the fix would read cached KV in another way than the engine has written the KV.
+#: AT_START, `kvfix attach` does not apply the fix. A fix with AT_START acts only while the engine starts, acts only in
+#: the LMCache server, or changes how the engine reads cached KV.
 ALL_REQUESTS, NEW_REQUESTS, AT_START = "all requests", "new requests", "at start"
 
 
@@ -47,11 +47,11 @@ class Target:
         "LMCacheConnectorV1Impl.get_num_new_matched_tokens".
     broken: the releases whose code is wrong (PEP 440 specifiers). kvfix compares the installed function with the
         fingerprints of these releases (fingerprints.json), and does not look at the installed version number.
-    probe: (function, module) -> True if the function shows the bug when the probe calls it with stubs. A probe takes
-        milliseconds. kvfix runs the probe only if the function's code is not the code of any known release. For
-        such code, kvfix refuses the fix if the probe is None or raises.
+    probe: (function, module) -> True if the function shows the bug when the probe calls the function with stubs. A
+        probe takes milliseconds. kvfix runs the probe only if the function's code is not the code of any known release.
+        If the probe is None or raises, kvfix refuses the fix for unknown code.
     fix: (module) -> wrapper of the function (kvfix.wrapping). If the fix applies, kvfix calls `fix` after the import of
-        the module. With None, the target only shows whether the bug exists. Another target may then contain the fix.
+        the module. Without `fix`, the target only shows whether the bug exists. Another target may contain the fix.
     order: position of the wrapper around the function. The wrapper with the lowest order is the innermost.
     helper: True if the fix needs this function, but the bug is in another function.
     copy: if the code exists in several copies, the name of the copy that has this function. "" means
@@ -108,11 +108,11 @@ class Fix:
     """A bug and its fix, for example `FIX = Fix(LMCACHE_V1.get_finished(...), effect="leak")`.
 
     effect: the worst effect of the bug on the user, one of EFFECTS.
-    evidence: {code of a rule or finding, such as KVR011: regular expression}. A message of this rule or finding that
-        matches the regular expression is a sign of the bug.
+    evidence: {code: regular expression}. The code names a rule or a finding, such as KVR011. A message of this rule or
+        finding is a sign of the bug if the message matches the regular expression.
     scenarios: slugs of the scenarios of `kvfix lab` that show the bug. The default is the slug of the fix.
     proof: if no scenario shows the bug, the test that shows the bug, and the reason why no scenario shows the bug.
-    changes_healthy: connectors with which the fix also changes runs of `kvfix lab` that do not have the bug.
+    changes_healthy: connectors. With these connectors, the fix also changes `kvfix lab` runs that do not have the bug.
     no_patch: {dist: why kvfix has no patch for upstream}.
     opt_in: True if the user must name the fix (`--plus`). A fix that is not opt-in acts within one engine or server.
         It changes no key, no stored layout, no message to a peer and no scheduling policy.
@@ -160,13 +160,13 @@ class Fix:
 
     @property
     def groups(self) -> list[tuple[str, tuple[Target, ...]]]:
-        """Return (copy, targets) for each copy of the code."""
+        """Return the name and the targets of each copy of the code."""
         copies = dict.fromkeys(target.copy for target in self.targets if target.copy) or [""]
         return [(copy, tuple(each for each in self.targets if each.copy in ("", copy))) for copy in copies]
 
     @property
     def dists(self) -> tuple[str, ...]:
-        """Return the distributions that have the bug, without distributions that have only helpers."""
+        """Return the distributions that have the bug. A distribution with only helper targets does not have the bug."""
         return tuple(dict.fromkeys(target.dist for target in self.targets if not target.helper))
 
     @property
@@ -176,7 +176,7 @@ class Fix:
 
     @functools.cached_property
     def _texts(self) -> dict[str, str]:
-        """Return {section or fact: text}, with derived facts in place of facts that the docstring lacks."""
+        """Return the text of each section and fact. If the docstring lacks a fact, `_known` derives the text."""
         _, *parts = _PART.split(self.docstring)
         texts = {name: text.strip() for name, text in zip(parts[::2], parts[1::2], strict=True)}
         facts = {name: texts.pop(name, "") or self._known(name) for name in FACTS}

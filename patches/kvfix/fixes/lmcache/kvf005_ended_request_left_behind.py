@@ -7,9 +7,9 @@ of the ended request. LMCache then logs `Num retrieved tokens: 0, num expected t
 Cause: A lookup pins the chunks that it finds, and LMCache keeps the hit until vLLM admits the request. If the client
 disconnects earlier, the pins and the hit leak, because `request_finished` releases neither. The workers release pins
 only for requests that are in a step's metadata. With asynchronous loading, fetched chunks also leak if a request is
-aborted while another connector of a MultiConnector loads its KV.
+aborted while another connector of a MultiConnector loads the request's KV.
 
-LMCache removes priority and decode instance (`disagg_spec`) when vLLM admits a request, but not when vLLM resumes it.
+LMCache removes priority and decode instance (`disagg_spec`) at admission, but not when vLLM resumes a request.
 
 Fix: When a request ends, the scheduler drops the LoadSpec, priority, `disagg_spec` and hit. The workers drop the pins.
 - Upstream: https://github.com/LMCache/LMCache/pull/4512 is open (pins only).
@@ -52,7 +52,7 @@ def scheduler_shows_bug(hook: Any, adapter: Any) -> bool:
 
 
 def worker_shows_bug(hook: Any, adapter: Any) -> bool:
-    """Tell the worker that a request has ended. With the bug, the worker does not unpin the request."""
+    """Tell the worker that a request has ended. With the bug, the worker does not unpin the request's chunks."""
     unpin = stubs.Calls()
     hook(stubs.Stub(lmcache_engine=stubs.Stub(lookup_unpin=unpin), async_loading=False), {stubs.NAME})
     return not unpin

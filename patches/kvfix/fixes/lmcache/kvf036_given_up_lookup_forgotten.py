@@ -6,13 +6,13 @@ tokens so vllm can recompute`, and the request is preempted later. With several 
 
 Cause: vLLM computes a request whose lookup timed out. When the request gets its blocks, `update_state_after_alloc`
 deletes the lookup from the client (lmcache_async_lookup_client.py 0.5.6:251), although the lookup is still in flight.
-If vLLM preempts the request, LMCache looks it up again under the same id, and cannot tell the two replies apart.
+If vLLM preempts the request, LMCache starts a second lookup with this id, and cannot tell the lookups' replies apart.
 
 The client counts replies by id only. Once every worker seems to have replied, the client cleans up the first lookup and
 sends a third lookup. The client may then count replies to the second and the third lookup together, and the load begins
 early. A worker that has not fetched its chunks dies. If no worker dies, the chunks of the third lookup leak.
 
-Fix: Until LMCache cleans up a timed-out lookup, the client keeps the lookup, so KVF011 prevents a new lookup.
+Fix: The client keeps a timed-out lookup until LMCache cleans up the lookup. So KVF011 prevents a new lookup.
 - Releases: LMCache 0.3.10 to 0.5.6, with `enable_async_loading`.
 - Remove when: `clear_lookup_status` does not delete a lookup in `aborted_lookups`, or each lookup has an id of its own.
 """

@@ -1,7 +1,7 @@
 """Hits return wrong text after a failed load: LMCache stores blocks whose KV was never computed.
 
-Symptom: Only `Recovered from KV load failure: 1 request(s) rescheduled` is logged. Later, all requests that hit a chunk
-with these blocks return wrong text, until the chunk is evicted.
+Symptom: Only `Recovered from KV load failure: 1 request(s) rescheduled` is logged. Later, every request that hits a
+chunk with uncomputed KV returns wrong text, until the chunk is evicted.
 
 Cause: The tracker estimates the number of computed tokens (lmcache_mp_metadata.py 0.5.6:273). The estimate is the
 larger hit (vLLM's or LMCache's) plus the tokens that were scheduled since the lookup. For example, vLLM has a hit of 64
@@ -51,7 +51,7 @@ def _count_from(connector: Any, tracker: Any, computed: int) -> None:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Let a load of the tokens 256 to 1024 fail, and schedule 1024 tokens. With the bug, a store ends beyond 1280."""
+    """Let a load of the tokens 256 to 1024 fail, and schedule 1024 tokens. With the bug, a store ends after 1280."""
     counts = {"num_vllm_hit": 256, "num_lmcache_hit": 1024, "num_stored": 1024}
     connector, tracker = _mp.tracked(module, stubs.request(4096), **counts)
     tracker.state = module.LMCacheMPRequestState.READY

@@ -5,12 +5,12 @@ the server logs `Rejecting RETRIEVE for unregistered GPU instance ID ...`. Up to
 registered for instance ID ...` instead, and the request hangs.
 
 Cause: A server drops a worker that sends no ping within `worker_registration_grace_seconds` (multiprocess/config.py
-0.5.6:134). A worker pings only from its first store or load on (vllm_multi_process_adapter.py 0.5.6:1811, 1892).
+0.5.6:134). A worker starts to ping at its first store or load (vllm_multi_process_adapter.py 0.5.6:1811, 1892).
 
 Fix: The fix starts the worker's heartbeat after `register_kv_caches`.
 - Releases: LMCache 0.4.5 to 0.5.6. The server drops workers only since 0.5.0.
 - Upstream: https://github.com/LMCache/LMCache/issues/4715 (open).
-- Remove when: A worker pings from its registration on.
+- Remove when: A worker starts to ping when the worker registers.
 """
 
 import inspect

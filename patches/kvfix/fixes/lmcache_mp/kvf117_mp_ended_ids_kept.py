@@ -3,8 +3,8 @@
 Symptom: The memory of each worker grows by 100 to 150 bytes per request. If a client can choose request ids and uses an
 id again, vLLM never frees the blocks of the second request, and the KV cache fills up.
 
-Cause: The adapter keeps all ids that it has reported as done (`_returned_finished`, vllm_multi_process_adapter.py
-0.5.6:2034). With asynchronous scheduling two steps may ask about the same id, but the adapter must report it only once.
+Cause: The adapter keeps all ids that were reported as done (`_returned_finished`, vllm_multi_process_adapter.py
+0.5.6:2034). With asynchronous scheduling two steps may ask about one id, but the adapter must report the id once.
 
 Fix: The fix keeps only the last 33 to 66 ids. If more requests end in one step, the fix keeps all ids of this step.
 - Releases: LMCache 0.4.3 to 0.5.6, with its own connector and with vLLM's copy.
@@ -21,7 +21,7 @@ KEPT = 32
 
 
 class Recent(set[str]):
-    """A set that forgets ids. When it has more than KEPT new ids, it drops its old ids, and the new ids become old."""
+    """A set that forgets ids. After more than KEPT new ids, the old ids are dropped, and the new ids become old."""
 
     old: frozenset[str] = frozenset()
 

@@ -94,7 +94,7 @@ def fix(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> No
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Store 256 tokens with a window of 16, and use their blocks in the next step. With the bug, no worker waits."""
+    """Store 256 tokens with a window of 16, and use the blocks in the next step. With the bug, no worker waits."""
     connector = _windows.scheduler_side(module, 16, list(range(1, 65)), list(range(65, 129)), computed=0)
     connector._gpu_block_pool = stubs.Stub(blocks=[stubs.Stub(ref_cnt=1)] * 129)
     _windows.stored(hook, module, connector, 0, 256, blocks=[])

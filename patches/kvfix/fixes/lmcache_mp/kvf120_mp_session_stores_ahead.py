@@ -8,10 +8,11 @@ includes rejected drafts, and tokens that vLLM dropped because they were in flig
 generates, the sum does no harm, because LMCache stores no more tokens than the request has. When new input comes, the
 request has many more tokens than vLLM has computed, and LMCache stores chunks that are not computed yet.
 
-Fix: If a newly scheduled request already has a tracker, the fix sets the sum to the computed tokens minus the hit.
+Fix: If a newly scheduled request already has a tracker, the fix sets the sum to the computed tokens minus the larger
+hit (vLLM's or LMCache's).
 - Releases: LMCache 0.4.5 to 0.5.5, and 0.5.6 with `lmcache.mp.save_decode_cache`; 0.4.4 to 0.5.5 with
   lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.33.0.
-- Remove when: `_process_new_requests` sets the count from `num_computed_tokens`.
+- Remove when: `_process_new_requests` sets the sum from `num_computed_tokens`.
 """
 
 from kvfix.fixes import _closed, _mp

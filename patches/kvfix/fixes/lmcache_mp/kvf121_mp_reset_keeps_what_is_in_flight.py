@@ -11,7 +11,7 @@ Fix: `reset_cache` returns False if vLLM still has requests that run, wait, or h
 `reset_prefix_cache` again when the requests have ended. LMCache never clears the L2 of a server (`--l2-adapter`,
 v1/distributed/storage_manager.py:1244-1255), and `reset_cache` does not report this. Empty the L2 yourself.
 - Releases: LMCache 0.5.6. Earlier releases and vLLM's copy of the connector have no `reset_cache` (see KVF029).
-- Remove when: The server drops chunks that were in use during a reset, as soon as they are free.
+- Remove when: The server drops chunks that were in use during a reset, as soon as the chunks are free.
 """
 
 from kvfix.fixes import _closed, _scheduler

@@ -1,7 +1,7 @@
 """Wrong text after a late heartbeat: the server runs transfers that the worker dropped, in other requests' blocks.
 
 Symptom: The worker logs `LMCache server is unhealthy — entering degraded mode`, and later `LMCache server is healthy
-again`. Then running requests, and later cache hits until the chunks are evicted, return wrong text with HTTP 200.
+again`. Running requests then return wrong text with HTTP 200. So do later hits, until the chunks are evicted.
 
 Cause: A worker counts as unhealthy if its ping gets no answer within 10 seconds (`lmcache.mp.heartbeat_interval`,
 vllm_multi_process_adapter.py 0.5.6:583). `get_finished` then drops the futures of all transfers, and reports the loads
@@ -24,9 +24,9 @@ stay in use until the server's process ends. With gRPC the fix changes nothing.
 from kvfix.fixes import _closed, _mp, api
 from kvfix.fixes.api import GO_ON, Any, Fix, Steps, fix_after, fix_around, fix_before, note, replaced, stubs
 
-#: {operation that moves KV: the answer (event, success) of a server that has moved nothing}
+#: For each operation, the answer (event, success) of a server that has moved no KV.
 _FAILED = {"store": (b"", False), "retrieve": (b"", False)}
-#: An event that is always set. It replaces the worker's event, which is set only while the worker is healthy.
+#: An event that is always set. _SET replaces the worker's event, which is set only while the worker is healthy.
 _SET = stubs.Stub(is_set=lambda: True)
 
 
@@ -58,7 +58,7 @@ def note_connection(client: Any) -> None:
     client._kvfix_connected = True
 
 
-# After an error here, LMCache drops the transfers. This is safe, because a server that has ended writes nothing.
+# If `fail_transfers` raises, LMCache drops the transfers. This is safe, because a server that has ended writes nothing.
 @fix_after(on_fault=_closed.set_to("_kvfix_connected", False))
 def fail_transfers(client: Any, answer: Any) -> None:
     client._kvfix_connected = False

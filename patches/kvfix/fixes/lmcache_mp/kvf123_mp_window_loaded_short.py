@@ -5,7 +5,7 @@ of sliding windows, and speculative decoding with more than two modules (`num_sp
 
 Cause: With several modules, the drafter may compute the last tokens again. So vLLM keeps tokens in front of a window
 (`extra_retained_tokens`, v1/core/single_type_kv_cache_manager.py 0.32.0:1154). After a hit, vLLM has a block for these
-tokens, counts the block as loaded, and caches it. LMCache registers, stores and loads only the window
+tokens, counts the block as loaded, and caches the block. LMCache registers, stores and loads only the window
 (kv_cache_groups.py 0.5.6:129). So nothing is loaded into the block, which keeps the KV of another request.
 
 Fix: The fix registers a longer window with the server: the window plus the extra tokens, rounded up to whole blocks.
@@ -13,7 +13,7 @@ Fix: The fix registers a longer window with the server: the window plus the extr
 Mixed roll-out: Install the fix on all engines that share a server, or on none of them. The engines register the sliding
 window with the server. If a window is shorter than a chunk, the fix changes the sizes or keys of the stored chunks.
 Stop all engines, empty the server's L2, and start all engines with the fix.
-- Releases: LMCache 0.4.7 to 0.5.6 with vLLM 0.32. Earlier releases of both were not tested with these models.
+- Releases: LMCache 0.4.7 to 0.5.6 with vLLM 0.32. Earlier releases were not tested with these models.
 - Remove when: `_resolve_per_layer_sw_sizes` adds `extra_retained_tokens`.
 """
 
@@ -39,7 +39,7 @@ def fix(groups: Any, sizes: list[int], layer_to_idx: Any, num_layers: int) -> li
 
 
 def _specs(group: Any) -> dict[str, Any]:
-    """Return {layer: its spec}, or {"": the spec of all layers}."""
+    """Return {layer: spec}. If all layers have the same spec, the only key is ""."""
     spec = getattr(group, "kv_cache_spec", None)
     return getattr(spec, "kv_cache_specs", None) or {"": spec}
 

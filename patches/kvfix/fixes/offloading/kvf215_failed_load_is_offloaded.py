@@ -25,7 +25,7 @@ from kvfix.fixes.api import OFFLOADING_SCHEDULER, Any, Fix, note, stubs
 
 
 def _failed_stores(scheduler: Any, output: Any) -> set[int]:
-    """Return the stores in flight of all requests that have a block whose load has failed."""
+    """Return the stores in flight of each request that has a failed block."""
     blocks, jobs = output.invalid_block_ids, set[int]()
     if not blocks:
         return jobs

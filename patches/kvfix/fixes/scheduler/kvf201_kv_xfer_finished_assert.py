@@ -45,7 +45,6 @@ def _update_from_kv_xfer_finished(scheduler: Any, output: Any) -> Steps:
 
 
 def _is_due(scheduler: Any, request_id: str, of_load: bool) -> bool:
-    """Return True if the scheduler must handle this report now."""
     request = scheduler.requests.get(request_id)
     if request is None:
         return False
@@ -58,7 +57,7 @@ def _is_due(scheduler: Any, request_id: str, of_load: bool) -> bool:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Call the function that reads the reports, for a request that does not exist. The bug raises AssertionError."""
+    """Pass a report about an unknown request to `_update_from_kv_xfer_finished`. The bug raises AssertionError."""
     reads = inspect.unwrap(module.Scheduler._update_from_kv_xfer_finished)
     scheduler = stubs.Stub(connector=None, requests={}, finished_recving_kv_req_ids=set())
     output = stubs.Stub(finished_recving=None, finished_sending={stubs.NAME})

@@ -10,11 +10,11 @@ blocks for the rest of the load's own prompt are free.
 
 With priorities, the first request in the queue may be the request that was admitted last. The other requests hold all
 blocks that they need, but vLLM does not reach them. The first request waits for blocks of the other requests. The
-lock-out also occurs if the first request must still begin its load. This load must leave free the blocks that vLLM
-reserves for the loads in flight (:1249).
+lock-out also occurs if the first request must still begin its load. This load may not use the blocks that vLLM reserves
+for the loads in flight (:1249).
 
 Fix: The fix acts after a step that scheduled nothing because the first request lacked blocks. In the next step, the fix
-moves the next request for which enough blocks are free to the front of the queue.
+looks for the next request for which enough blocks are free. The fix moves this request to the front of the queue.
 
 Mixed roll-out: Engines with and without the fix work together. The fix is opt-in because it reorders waiting requests.
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases have other queues, so this fix does not fit them.

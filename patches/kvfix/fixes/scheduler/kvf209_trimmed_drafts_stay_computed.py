@@ -33,7 +33,7 @@ def compute_last_again(scheduler: Any, request: Any) -> None:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """End a turn of 22 tokens, while 24 count as computed. With the bug, the session continues from 24."""
+    """End a turn of 22 tokens with 24 computed tokens. With the bug, the session continues from 24."""
     session, _ = _scheduler.end_turn(hook, computed=24)
     return bool(session.num_computed_tokens > 22)
 

@@ -66,13 +66,13 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def _place(function: Callable[..., Any]) -> int:
-    """Return the position of `apply_admission_cap` among the arguments, which differs between releases."""
+    """Return the position of `apply_admission_cap` among the arguments. The position differs between releases."""
     names = list(inspect.signature(function).parameters)
     return names.index("apply_admission_cap") - 1 if "apply_admission_cap" in names else -1
 
 
 def _in_use(manager: Any, request: str, hit: Any, computed: int) -> int:
-    """Count the request's blocks after its last null block. Without a null block, add the hit's used window blocks."""
+    """Count the request's blocks after the last null block. If no block is null, add the hit's window blocks in use."""
     held, skipped = 0, manager.get_num_skipped_tokens(computed) // manager.block_size
     for block in reversed(manager.req_to_blocks.get(request, ())):
         if block.is_null:

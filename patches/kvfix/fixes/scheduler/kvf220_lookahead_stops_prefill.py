@@ -11,8 +11,8 @@ Suppose that fewer tokens than `num_prefill_lookahead` follow the last whole blo
 chunk that should end with this block. The rest of the block is the next chunk. vLLM shortens this chunk to 0 tokens, in
 each step. The hang starts in a step whose token budget is smaller than the rest of the prompt.
 
-Fix: If vLLM shortens a chunk to 0 tokens for a Mamba model, the fix undoes this. vLLM then accepts fewer drafts.
-- Remove when: In a later step, vLLM always schedules the tokens that it has cut off.
+Fix: If vLLM shortens a chunk to 0 tokens for a Mamba model, the fix restores the chunk. vLLM then accepts fewer drafts.
+- Remove when: vLLM cuts tokens off a chunk only if a later step schedules these tokens.
 """
 
 import inspect

@@ -5,7 +5,7 @@ Symptom: The log shows `Running: 0 reqs, Waiting: 0 reqs` for ever. The engine u
 Cause: When a turn has ended, `_handle_stopped_request` puts the session into a waiting queue for its next turn
 (scheduler.py 0.32.0:2490). If the session was preempted during the step, vLLM then removes the session from the waiting
 queues, like a request that has ended (:2298). In addition, when the next input comes, vLLM drops all tokens of the
-session that are not computed (:1659). After a preemption, these are all tokens of the session.
+session that are not computed (:1659). After a preemption, no token of the session is computed.
 
 Fix: After `update_from_output`, the fix puts each session that is in no queue into a waiting queue. When the next input
 comes, the fix keeps all tokens of the session except the last one, as 0.33.0 does (scheduler.py:1887).
@@ -18,7 +18,7 @@ import inspect
 from kvfix.fixes import _scheduler
 from kvfix.fixes.api import GO_ON, SCHEDULER, Any, Fix, Steps, fix_after, fix_around, note, replaced
 
-#: Attribute of a scheduler: the sessions whose turn ended in this step while they were preempted.
+#: Attribute of a scheduler: the preempted sessions whose turn ended in this step.
 _SESSIONS = "_kvfix_preempted_sessions"
 
 
@@ -47,7 +47,7 @@ update_from_output = _has_sessions(_enqueue)
 
 
 def _with_its_tokens(scheduler: Any, session: Any, *more: Any, **named: Any) -> Any:
-    """Keep the session's earlier tokens after an error of the fix, because without them the text would be wrong."""
+    """Keep the session's earlier tokens after an error of the fix. Without these tokens, the text would be wrong."""
     if session.num_computed_tokens >= session.num_tokens - 1:
         return GO_ON
     update = inspect.unwrap(type(scheduler)._update_request_as_session)
