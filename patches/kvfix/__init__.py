@@ -3,7 +3,7 @@
     import kvfix
     kvfix.apply()          # before vLLM is launched
 
-`apply` fixes the known bugs of the installed releases in this process and in every process that vLLM starts from it.
+`apply` fixes the known bugs of the installed releases. The fixes run in this process and in vLLM's child processes.
 `apply` does not import vLLM, LMCache or torch, because kvfix applies a fix after the import of the fixed module.
 """
 

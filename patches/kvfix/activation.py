@@ -5,7 +5,7 @@ vLLM starts EngineCore and its workers as other processes, most often by spawn, 
 process, before vLLM creates scheduler, worker and connector (vllm/v1/engine/core.py, v1/worker/worker_base.py).
 
 A finder on the meta path applies a fix after the import of the fixed module. `activate` also applies fixes to modules
-that are already imported. kvfix does not use wrapt: its import is slow, and its permanent hooks can break an import.
+that are already imported. kvfix does not use wrapt: wrapt imports slowly, and wrapt's hooks can break an import.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvfix.catalogue import FixRow
 
 ENV = "KVFIX"
-#: If this environment variable is set, vLLM silently skips plugins that it does not list (vllm/plugins/__init__.py).
+#: vLLM silently skips plugins that this environment variable, if set, does not list (vllm/plugins/__init__.py).
 _ALLOWED_PLUGINS = "VLLM_PLUGINS"
 #: A list of prefixes. vLLM copies environment variables with these prefixes to Ray workers (vllm/ray/ray_env.py).
 _RAY_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
@@ -45,7 +45,7 @@ def apply(
     plus: Iterable[str] | None = None,
     audit: float = 0,
 ) -> None:
-    """Fix the known bugs of the installed vLLM and LMCache, in this process and in every process that it starts.
+    """Fix the known bugs of the installed vLLM and LMCache, in this process and in its child processes.
 
     Call this function before you launch vLLM. If you call it again, the new configuration replaces the old one. The
     function imports no heavy module, because kvfix applies a fix later, when the engine imports the fixed module.
@@ -55,7 +55,7 @@ def apply(
     only, skip, plus: codes (`KVF001`) or slugs of fixes. By default, kvfix applies all fixes that are not opt-in.
     only: apply no other fixes. skip: do not apply these fixes. plus: apply these opt-in fixes too.
     layers: also count the hooks that run once per layer and step, and record if a layer hook hangs. Not in mode `fix`.
-    audit: the fraction of hits that vLLM computes instead of loading, to check the cache. Needs `check` or `strict`.
+    audit: the fraction of hits that vLLM computes instead of loading, to check the cache. Only in `check` and `strict`.
     Raises ValueError for an unknown mode or fix, and for wrong `layers` or `audit`. Raises no other exception.
     If KVFIX=off is in the environment, this function applies nothing.
     """
@@ -94,7 +94,7 @@ def revert() -> None:
 
 
 def status() -> list[FixRow]:
-    """Return one row for each fix and distribution, with the state of the fix in this process and the reason."""
+    """Return one row for each fix and distribution, with the fix's state in this process and the state's reason."""
     from kvfix import catalogue
 
     return catalogue.rows()
@@ -133,7 +133,7 @@ def _with(listed: str, item: str) -> str:
 
 
 class Finder:
-    """A meta path finder. It lets the other finders find a module, and applies fixes after the module's execution."""
+    """A meta path finder that applies fixes after a module's execution. The other finders find the module."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
@@ -180,7 +180,6 @@ def _settle(modules: dict[ModuleType, bool]) -> None:
 
 
 def _watch(module: ModuleType) -> None:
-    """Add the wrappers of the connector events, or remove the wrappers of an earlier configuration."""
     if session.mode != "fix" or "kvfix.connector_events" in sys.modules:
         from kvfix import connector_events
 
@@ -200,7 +199,7 @@ def _all_modules() -> frozenset[str]:
 
 
 def _settle_when_executed(spec: ModuleSpec) -> None:
-    """Make the loader apply fixes after the module has run. Other tools read the loader, so do not replace it."""
+    """Make the loader apply fixes after the module has run. Other tools read the loader, so keep the loader."""
     loader = spec.loader
     execute = getattr(loader, "exec_module", None)
     if loader is None or execute is None:

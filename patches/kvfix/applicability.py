@@ -164,7 +164,7 @@ def judge_live(target: Target, module: ModuleType, function: Any = None) -> Appl
 
 @contextmanager
 def _silent(module: ModuleType) -> Iterator[None]:
-    """Silence the module's logger. A probe calls hooks with stubs. The hooks must not write to the engine's log."""
+    """Silence the module's logger, because hooks that a probe calls must not write to the engine's log."""
     logger = getattr(module, "logger", None)
     before = getattr(logger, "disabled", None)
     if logger is None or before is None:

@@ -78,14 +78,14 @@ class Config:
         return self.mode + only + skip + plus + (" layers=yes" if self.layers else "") + audit
 
     def takes(self, code: str, opt_in: bool = False) -> bool:
-        """Return True if the configuration wants this fix. The user must name an opt-in fix."""
+        """Return True if the configuration wants this fix. An opt-in fix must be in `only` or `plus`."""
         if code in self.skip:
             return False
         return code in self.plus or (not opt_in if self.only is None else code in self.only)
 
 
 def _fraction(value: float | str) -> float:
-    """Return `audit` as a number. Raise ValueError if it is not a number from 0 to 1."""
+    """Return `audit` as a float. Raise ValueError for anything but a number from 0 to 1."""
     try:
         found = float(value)
     except ValueError:

@@ -6,7 +6,7 @@ In mode `fix`, kvfix does not import this package. If the package raises, kvfix 
 kvfix wraps functions of the scheduler, and the hooks of every connector class that `get_connector_class` of vLLM's
 factory returns. A wrapper of `create_connector` would miss the connectors inside a MultiConnector
 (multi_connector.py 0.32.0:243). The hooks of the base class `KVConnectorBase_V1` do nothing. kvfix wraps only one hook
-of the base class, `update_connector_output`, because its arguments have the results of loads.
+of the base class, `update_connector_output`, because this hook's arguments have the results of loads.
 """
 
 import functools
@@ -26,13 +26,13 @@ from kvfix.wrapping import after
 KEY = "connector events"
 #: Key of the audit's wrapper. AUDIT sorts before KEY, so `_around` wraps the audit and records the audit's answer.
 AUDIT = "audit"
-#: Attribute of a connector: its WatchedConnector.
+#: This attribute of a connector holds the connector's WatchedConnector.
 _HELD = "_kvfix_watched"
 _BASE, _OF_BASE = "KVConnectorBase_V1", "update_connector_output"
-#: Functions of the scheduler that kvfix wraps. EngineCore dies if one of them raises.
+#: Functions of the scheduler that kvfix wraps. EngineCore dies if one of these functions raises.
 _SCHEDULER = ("add_request", "schedule", "update_from_output", "finish_requests")
 
-#: {thread that runs a wrapped function: the exception that kvfix has recorded in this thread, or None}
+#: For each thread in a wrapped function: the exception that kvfix has recorded in this thread, or None.
 _errors: dict[int, BaseException | None] = {}
 
 
@@ -131,7 +131,7 @@ def _record(watched: WatchedConnector, what: str, args: tuple[Any, ...], kwargs:
 
 
 def _begin(connector: Any, is_scheduler: bool) -> WatchedConnector | None:
-    """Start to record this connector. Return None after an error. If WatchedConnector raises, record no calls."""
+    """Start to record this connector. Return None after an error. If WatchedConnector raises, record no later calls."""
     held = vars(connector)
     try:
         held[_HELD] = SimpleNamespace(generation=session.generation, running=None)  # remains if the next line raises

@@ -1,7 +1,7 @@
 """Report when the engine has made no progress for KVFIX_WATCHDOG seconds (a standstill).
 
 Each process with a connector runs the watchdog in a daemon thread. The watchdog reads the engine's state at intervals.
-It takes no lock and calls no function of the engine. A standstill is one of these states:
+The watchdog takes no lock and calls no function of the engine. A standstill is one of these states:
 
 - the main thread stays in one call of a hook or, while the engine starts, in one call of LMCache
 - requests wait, no request has computed a token or ended, and the workers compute nothing
@@ -72,11 +72,11 @@ class Watchdog:
         self._limit = limit
         self._clock = clock
         self.stopped = threading.Event()
-        #: {standstill from `_standing`: time when it began}.
+        #: For each standstill from `_standing`: the time when the standstill began.
         self._since: dict[tuple[Any, ...], float] = {}
-        #: The last reported standstill, and the time when it began.
+        #: The last reported standstill, and the time when this standstill began.
         self._told: tuple[tuple[Any, ...], float] | None = None
-        #: From the last look: {request: its computed tokens}, and the number of the connectors' steps.
+        #: The results of the last look: computed tokens by request id, and the number of steps of all connectors.
         self._computed: dict[str, int] = {}
         self._steps = 0
 
@@ -85,13 +85,12 @@ class Watchdog:
             engine_log.guarded("kvfix.connector_events.watchdog", self._look_once)
 
     def _look_once(self) -> None:
-        """Report a standstill that has lasted `limit` seconds, if it is not reported yet."""
         standing = self.is_due()
         if standing and self._told != (found := (standing, self._since[standing])) and self._reported(*found):
             self._told = found
 
     def is_due(self) -> tuple[Any, ...]:
-        """Note the current standstills. Return one that has lasted `limit` seconds, or () if there is none."""
+        """Note the current standstills. Return a standstill that has lasted `limit` seconds, or ()."""
         now = self._clock()
         self._since = {each: self._since.get(each, now) for each in self._standing()}
         return next((each for each, since in self._since.items() if now - since >= self._limit), ())
@@ -123,13 +122,12 @@ class Watchdog:
         return not computed or paused or went_on or computing
 
     def _reported(self, standing: tuple[Any, ...], began: float) -> bool:
-        """Report the standstill and return True, if it still lasts at a second look. Otherwise return False."""
+        """Look twice. Return False if the standstill ends before the second look. Else report it and return True."""
         first, _ = self._look()
         if self.stopped.wait(min(LATE, self._limit)) or self.is_due() != standing or self._since[standing] != began:
             return False
         look, stacks = self._look()
         found = standstill.verdicts([first, look])
-        # The state of this process comes after the states of the other processes.
         states = [{"kind": "state", **each} for each in reversed(look.processes)]
         path = violations.written(recorder.write, "standstill", None, [*states, *stacks])
         what = " The cause is not known: read the state and the stacks of the engine."
@@ -142,7 +140,7 @@ class Watchdog:
         return True
 
     def _look(self) -> tuple[Look, list[dict[str, Any]]]:
-        """Return the states of all processes, and the stacks of other processes. Retry during a scheduler's step."""
+        """Return the states of all processes, and the stacks of other processes. Retry while the scheduler runs."""
         held, same = (), 0
         for _ in range(_TRIES):
             inside = _inside(calls := _calls())
@@ -162,7 +160,7 @@ def _calls() -> list[Call]:
 
 
 def _inside(calls: list[Call]) -> tuple[Any, ...]:
-    """Return ("call", name, start) if the main thread is in a hook or, before any step, starts LMCache; else ()."""
+    """Return ("call", name, start) for a hook of the main thread or, before any step, the start of LMCache; else ()."""
     main = threading.main_thread().ident
     for watched in recorder.connectors():
         running = (watched.running or {}).get(main or 0)

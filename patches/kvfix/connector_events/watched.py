@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 #: kvfix checks an ended request for leaks after STEPS steps and SECONDS seconds. By then, transfers usually have ended.
 STEPS, SECONDS = 32, 3.0
-#: The metadata should list a load in the step in which vLLM allocates the load's blocks. kvfix waits PATIENCE steps.
+#: The metadata should list a load in the step of its allocation. kvfix reports a load that is PATIENCE steps late.
 PATIENCE = 8
 #: kvfix remembers at most this number of requests whose lookup was never answered.
 GIVEN_UP = 1024
@@ -61,7 +61,7 @@ class WatchedConnector:
         self._last: dict[str, Event] = {}
         self._due: dict[str, ev.LoadDue] = {}
         self._storing: list[Span] = []
-        #: {request: the ids of all its blocks}, if vLLM has allocated blocks for a load of the request.
+        #: {request: ids of all blocks of the request}, only for requests with blocks for a load.
         self._blocks: dict[str, set[int]] = {}
         #: Finds stores of blocks that vLLM has freed; None if there is nothing to check (`windows.stores`).
         self._windows = windows.stores(connector)
@@ -69,13 +69,13 @@ class WatchedConnector:
         self._admitted: set[str] = set()
         #: Requests whose lookup is in flight or timed out. LMCache may keep their state until the answer arrives.
         self._unanswered: set[str] = set()
-        #: {request: step in which vLLM allocated its blocks}, while its asynchronous load is not in the metadata yet.
+        #: {request: step in which vLLM allocated blocks}, for asynchronous loads that are not in the metadata yet.
         self._granted: dict[str, int] = {}
         #: Ended requests whose blocks the connector still sends.
         self._sending: set[str] = set()
         #: The last GIVEN_UP requests whose lookup was never answered. The lookup client may keep their state.
         self._given_up: dict[str, None] = {}
-        #: {ended request: (step, time and pins at its end)}. kvfix checks these requests for leaks.
+        #: {ended request: (step, time, pins) when the request ended}. kvfix checks ended requests for leaks.
         self._ended: dict[str, tuple[int, float, Any]] = {}
 
     # ------------------------------------------------------------------ the scheduler's hooks
@@ -181,7 +181,7 @@ class WatchedConnector:
                 self._due_to_load(name, start, end)
 
     def before_wait_for_save(self) -> None:
-        """Read the stores before the hook runs, because the hook marks them as done."""
+        """Read the stores before the hook runs, because the hook marks the stores as done."""
         metadata = getattr(self.connector, "_connector_metadata", None)
         self._storing = list(self.reader.stores(metadata) or ()) if metadata is not None else []
         for compared in self.audit.compared(self._storing, metadata) if self.audit is not None else ():
@@ -302,7 +302,7 @@ class WatchedConnector:
             self._unanswered.discard(oldest)
 
     def _look_for_leaks(self) -> None:
-        """Check ended requests for leaks after STEPS steps and SECONDS seconds. In `_ended` the oldest comes first."""
+        """Check ended requests for leaks after STEPS steps and SECONDS seconds. `_ended` has the earliest end first."""
         now = clock.now()
         while self._ended:
             name, (at_step, at, pinned) = next(iter(self._ended.items()))

@@ -48,7 +48,10 @@ class Stores:
         self._last: list[Read] = []
 
     def step(self, metadata: Any, output: Any) -> Iterator[ev.BlocksLost]:
-        """Yield an event per chunk with lost blocks. The last step's chunks count only if a lost block is reused."""
+        """Yield an event for each chunk with lost blocks.
+
+        For a chunk of the last step, yield an event only if this step writes to one of the lost blocks.
+        """
         stores = [meta for meta in metadata.requests if meta.direction == "STORE"]
         if not (stores or self._last):
             return
@@ -76,7 +79,7 @@ class Stores:
                 yield Read(name, group, start, end, dict(zip(places, blocks, strict=False)))
 
     def _lost(self, read: Read) -> list[int]:
-        """Return the read blocks that are null or not in vLLM's list; [] for a preempted or ended request."""
+        """Return blocks of `read` that are null or not in vLLM's list. Return [] for a preempted or ended request."""
         held = self._managers[read.group].req_to_blocks.get(read.request)
         if not held:
             return []

@@ -75,7 +75,7 @@ def outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _is_ours(frame: FrameType) -> bool:
-    """`kvfix look` loads this package under another name."""
+    """Compare with __package__ too, because `kvfix look` loads this package under another name."""
     package = str(frame.f_globals.get("__package__") or "")
     return package == __package__ or package.startswith("kvfix.")
 
@@ -173,7 +173,7 @@ def kvfix() -> dict[str, Any] | None:
 
 
 def recorded() -> dict[str, dict[str, Any]]:
-    """Return {request: row} from the recorded events, or {} without a recorder. A row has these fields:
+    """Return {request id: row} from the recorded events, or {} without a recorder. A row has these fields:
 
     {"asked": computed tokens at the last lookup, "promised": promised tokens, "granted": tokens that got blocks,
      "loading": [start, end], "loaded": end, "stored": end, "event": last event, "since": seconds after this event}

@@ -7,7 +7,7 @@ but checks no more rules. `kvfix look` and the watchdog may call `add_state` at 
 from collections.abc import Collection, Iterable
 from typing import Any
 
-#: A transfer of tokens [start, end): (request, start, end)
+#: (request id, start, end): a transfer of the request's tokens, without the token at `end`.
 Span = tuple[str, int, int]
 Spans = list[Span] | None  # None: not known
 #: `Reader.kept` yields this name for the chunks that lookups have pinned for loads.
@@ -59,7 +59,7 @@ class Reader:
         return None
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of the connector that change token counts, such as `chunk_size`."""
+        """Return the connector's settings that change token counts, such as `chunk_size`."""
         return {}
 
     def not_stored(self, metadata: Any) -> Collection[str]:
@@ -88,7 +88,7 @@ class Reader:
         return None
 
     def lease(self, answer: Any) -> float | None:
-        """Return for how many seconds vLLM keeps a request's blocks. answer: return value of `request_finished`."""
+        """Return for how many seconds vLLM keeps a request's blocks, or None. answer: result of `request_finished`."""
         return None
 
     def lease_name(self, request: Any) -> str:

@@ -3,19 +3,19 @@
     {"class": "Scheduler", "steps": 12, "paused": "", "policy": "fcfs", "block_size": 16,
      "pool": {"blocks": 60, "free": 5, "cached": 40, "reserved": 7},    reserved: for prefills and loads in flight
      "answers": 1,              number of steps whose output vLLM does not have yet; None without an EngineCore
-     "deferred": 0,             blocks that vLLM frees once it has the output of the steps that may still use the blocks
+     "deferred": 0,             blocks that steps in flight may still use; vLLM frees these blocks after the steps
      "ended_reports": ["r1"],   requests whose load was reported, but which the scheduler has already dropped
-     "ranks_left": {"r7": 1},   {request whose load some ranks have reported: number of ranks that have not}
+     "ranks_left": {"r7": 1},   1 rank has not reported the load of "r7" yet, and some ranks have reported the load
      "settings": {"max_num_batched_tokens": 8192, ...},    settings with which `kvfix lab` builds a scheduler
      "requests": [{...}]}       waiting requests in the scheduler's order, then running ones, then ended ones
 
 A request has these fields:
 
     {"id": "r7", "status": "WAITING_FOR_REMOTE_KVS", "queue": "kv_holding_waiting", "arrived": 12.5,
-     "since": 3.1,              seconds of its current wait; None: not known
+     "since": 3.1,              seconds that the request has waited; None: not known
      "computed": 128, "total": 140, "prompt": 138, "blocks": 8, "preemptions": 0, "priority": 0,
      "report": "loaded",        load report that the scheduler has not handled yet: "loaded", "failed", or "" for none
-     "needs": 1,                free blocks needed to admit it, plus "reserved" if it loads between steps; None: unknown
+     "needs": 1,                free blocks needed for admission, with "reserved" for loads between steps; None: unknown
      "lookup": "in flight", "asked": 0, "hit": 128, "promised": 128, "granted": 128, "loading": [0, 128],
      "loaded": 128, "stored": 0, "phase": "READY", "source": "recorder"}
 
@@ -43,7 +43,7 @@ def read(scheduler: Any, engine: Any, held: dict[str, Row], recorded: dict[str, 
     pool = scheduler.kv_cache_manager.block_pool
     reserved = _reserved(scheduler)
     rows = []
-    now = time.time()  # one time for all requests, so that "arrived" shows their order
+    now = time.time()  # one time for all requests, so that "arrived" shows the order of requests
     for request, queue in _requests(scheduler):
         try:
             name = request.request_id
@@ -83,7 +83,7 @@ def read(scheduler: Any, engine: Any, held: dict[str, Row], recorded: dict[str, 
 
 
 def _requests(scheduler: Any) -> list[tuple[Any, str]]:
-    """Return (request, queue). Queue "ended": vLLM keeps the request until its blocks are sent. Queue "": no queue."""
+    """Return (request, queue). Queue "ended": vLLM keeps the blocks until they are sent. Queue "": no queue."""
     found = [(each, name) for name in QUEUES for each in list(getattr(scheduler, name, ()))]
     found += [(each, "running") for each in list(scheduler.running)]
     listed = {request.request_id for request, _ in found}
@@ -146,7 +146,7 @@ def _needed(scheduler: Any, request: Any, promised: int, between: bool, reserved
     """Return how many blocks must be free before vLLM admits a waiting request, or None if this is not known.
 
     The computation follows `allocate_slots` (v1/core/kv_cache_manager.py 0.32.0:516-579) and calls only functions of
-    vLLM that change nothing. It covers the KV groups in `_KINDS`, without the blocks of vLLM's watermark. vLLM adds the
+    vLLM that change nothing. The result leaves out the blocks of vLLM's watermark. vLLM adds the
     watermark only in a step that already schedules a request. In a standstill, no step schedules a request.
 
     promised: tokens that the connector would load for a request without computed tokens.
@@ -177,7 +177,7 @@ def _needed(scheduler: Any, request: Any, promised: int, between: bool, reserved
 
 
 def _count(blocks: list[Any]) -> int:
-    """Count the blocks except null blocks, with which vLLM replaces the blocks that have left a sliding window."""
+    """Count the blocks except null blocks. vLLM replaces blocks that have left a sliding window with null blocks."""
     return sum(not getattr(block, "is_null", False) for block in blocks)
 
 
@@ -209,7 +209,7 @@ def _to_allocate(
     needed = 0
     for manager, hit in zip(managers, hits, strict=True):
         function = type(manager).get_num_blocks_to_allocate
-        while hasattr(function, "__wrapped__"):  # skip the wrappers of fixes, because they would count this call
+        while hasattr(function, "__wrapped__"):  # skip the wrappers of fixes, because a wrapper would count this call
             function = function.__wrapped__
         named = {"request_id": request.request_id, "num_tokens": tokens, "num_tokens_main_model": tokens, **more}
         if "num_local_computed_tokens" in function.__code__.co_varnames:  # since vLLM 0.26

@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 from kvfix.fixes.api import Any, engine_log, stubs
 
-#: The parameters with which a decode request names its prefill.
+#: Keys of `kv_transfer_params` by which a decode request names its prefill request.
 PEER = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
 
 
@@ -36,6 +36,6 @@ def scheduler_side(role: str, **more: Any) -> Any:
 
 
 def finished_prefill(tokens: int, status: Any, **more: Any) -> Any:
-    """Return an ended request for probes. The prefill instance ran the request, and decode will read its blocks."""
+    """Return, for probes, a request that has ended on the prefill instance. Decode will read the request's blocks."""
     params = {"do_remote_decode": True, "transfer_id": "t"}
     return stubs.request(tokens, kv_transfer_params=params, status=status, **more)

@@ -51,7 +51,7 @@ def chunk_size(connector: Any) -> int:
 
 
 def token_ids(tracker: Any) -> list[int]:
-    """Return the tokens from which LMCache makes its keys. Since 0.5.4, they can differ from the request's tokens."""
+    """Return the tokens of LMCache's keys. Since 0.5.4, these tokens can differ from the request's tokens."""
     return list(tracker.get_token_ids() if hasattr(tracker, "get_token_ids") else tracker.all_token_ids)
 
 
@@ -64,7 +64,8 @@ def nothing_cached(adapter: Any, request_id: str) -> None:
 def answer_in_flight(client: Any, answers: Mapping[str, Any]) -> int:
     """Answer the client's pending requests in place of the server, which is gone. Return the number of requests.
 
-    answers: {operation of the pending requests: answer}. Call this function in the thread that calls `cancel_streams`.
+    answers: {operation: answer}. Requests of other operations stay pending. Call this function in the thread that calls
+    `cancel_streams`.
     """
     gone = [uid for uid, (_, spec) in client.pending_futures.items() if spec.operation in answers]
     for uid in gone:
@@ -124,7 +125,7 @@ def scheduler_side(module: ModuleType, found: int | None = 0) -> Any:
 
 
 def tracked(module: ModuleType, request: Any, found: int | None = 0, **counts: int) -> tuple[Any, Any]:
-    """Return (connector for probes that has looked up this request, tracker of the request). counts: in tokens."""
+    """Return, for probes, a connector that has looked up this request, and the request's tracker. counts: in tokens."""
     connector, tracker = scheduler_side(module, found), module.LMCacheMPRequestTracker(request)
     connector.request_trackers[request.request_id] = tracker
     for name, count in counts.items():
@@ -168,7 +169,7 @@ def get_finished(hook: Callable[..., Any], adapter: Any) -> Any:
 
 
 def is_left_unanswered(hook: Callable[..., Any], operation: str) -> bool:
-    """Return True if `cancel_streams`, the hook, leaves a request in flight without an answer."""
+    """Call the hook of `cancel_streams`. Return True if a request in flight gets no answer."""
     answers: list[Any] = []
     future = stubs.Stub(set_result=answers.append, set_exception=answers.append)
     hook(stubs.Stub(pending_streams={}, pending_futures={0: (future, stubs.Stub(operation=operation))}))

@@ -48,7 +48,7 @@ def worker_side(**more: Any) -> Any:
 
 
 def load(remote: list[int], own: list[int]) -> Any:
-    """Return the metadata of a load from engine "p" for probes. remote, own: blocks of prefill and of decode."""
+    """Return the metadata of a load from engine "p" for probes. remote: blocks of prefill. own: blocks of decode."""
     source = stubs.Stub(block_ids=[remote], engine_id="p", request_id=stubs.NAME, registration_generation=0)
     return stubs.Stub(
         local_block_ids=(own,), local_physical_block_ids=(own,), local_num_computed_blocks=(0,), remote=source,
@@ -57,7 +57,7 @@ def load(remote: list[int], own: list[int]) -> Any:
 
 
 def remote_prefill(tokens: int, request_id: str = stubs.NAME, **params: Any) -> Any:
-    """Return a decode request for probes. Its prefill is on engine "p". `params` adds or replaces parameters."""
+    """Return, for probes, a decode request whose prefill is on engine "p". `params` adds or replaces parameters."""
     known = {
         "do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_engine_id": "p", "remote_request_id": "r",
         "remote_host": "p", "remote_port": 1, "tp_size": 1,

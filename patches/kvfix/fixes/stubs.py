@@ -14,7 +14,7 @@ Stub = SimpleNamespace
 
 
 def raises(error: Any, hook: Callable[..., Any], *args: Any, text: str = "", **kw: Any) -> bool:
-    """Return True if the call raises this error with this text. Other errors propagate: kvfix then refuses the fix."""
+    """Return True if the call raises this error with this text. Other errors propagate, and kvfix refuses the fix."""
     try:
         hook(*args, **kw)
     except error as raised:
@@ -64,7 +64,7 @@ def scheduler_side(**more: Any) -> Any:
 
 
 def scheduled(adapter: ModuleType, total: int, tracked: int, computed: int, **more: Any) -> tuple[Any, Any]:
-    """Return (a `scheduler_side` with one request of `total` tokens, the request's tracker).
+    """Return a `scheduler_side` with one request of `total` tokens, and the tracker of this request.
 
     tracked: number of tokens in the tracker. computed: number of computed tokens. more: as in `scheduler_side`.
     """
@@ -124,8 +124,9 @@ def step(
 ) -> Any:
     """Return a scheduler output with one request: the request `new`, or a cached request if `new` is None.
 
-    With 0 tokens, the output has no cached request. computed, blocks: the cached request's computed tokens and its
-    new blocks. resumed: True if the step resumes the cached request.
+    With 0 tokens, the output has no cached request.
+    computed: number of computed tokens of the cached request. blocks: new blocks of the cached request.
+    resumed: True if the step resumes the cached request.
     """
     known = [NAME] if tokens and new is None else []
     cached = SimpleNamespace(

@@ -11,11 +11,11 @@ At the second lookup of the request, LMCache may log: `LMCache hit tokens: 256, 
 Cause: At the first `get_num_new_matched_tokens` of a request, the lookup client caches the hit. If there are too few
 free blocks, vLLM calls the function again. The second call returns the cached hit. This call subtracts neither the
 computed tokens nor the last token of a full hit, which vLLM must recompute. `update_state_after_alloc` compares the
-promise with the LoadSpec, and raises.
+returned number with the LoadSpec, and raises.
 
 Fix: The correct result is `max(0, hit - computed - (1 if the hit is the whole request else 0))`. If LMCache returns
 another number, the fix returns the correct result and makes the LoadSpec match the result.
-- Releases: LMCache 0.3.10 only. Earlier releases do a lookup in every call. 0.3.10.post1 subtracts from the cached hit.
+- Releases: LMCache 0.3.10 only. Earlier releases do a lookup in every call. 0.3.10.post1 corrects the cached hit.
 - Upstream: https://github.com/LMCache/LMCache/issues/2158 (also 2090, 2091, 2159), fixed in 0.3.10.post1.
 """
 
@@ -23,7 +23,7 @@ from kvfix.fixes.api import LMCACHE_V1, Any, Fix, fix_after, stubs
 from kvfix.ledger.events import balance
 
 
-# The hook returns None while the lookup is running, and 0 if there is nothing to load. Both results need no correction.
+# The hook returns None while the lookup is running, and 0 if there is nothing to load. Neither needs a correction.
 @fix_after(when=lambda impl, promised, *_, **__: promised)
 def fix(impl: Any, promised: int, request: Any, num_computed_tokens: int) -> int:
     spec = impl.load_specs.get(request.request_id)

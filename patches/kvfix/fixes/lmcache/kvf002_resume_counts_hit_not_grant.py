@@ -5,7 +5,7 @@ Symptom: EngineCore dies in `build_connector_meta` when a preempted request is r
 - `... but max(lmcache_cached_tokens, vllm_cached_tokens) = 1024`, or `... but lmcache_cached_tokens 512`
 - `AssertionError: Request ... is preempted but was not given a load spec`
 
-LMCache 0.3.10 does not raise, but stores chunks for a token list with a gap, and no request ever hits these chunks.
+LMCache 0.3.10 does not raise. LMCache stores chunks for a token list with a gap, and no request ever hits these chunks.
 
 Cause: The LoadSpec holds the number of the request's tokens that LMCache has. On a resume, the connector asserts that
 vLLM has computed exactly this number of tokens. The two numbers differ in five cases. First, the connector promised
@@ -14,10 +14,10 @@ MultiConnector). Third, vLLM's prefix cache has more tokens than LMCache (up to 
 the last token of a full hit (up to 0.4.2). Fifth, kv_role or lookup client prevents lookups, so there is no LoadSpec.
 
 Fix: The fix uses vLLM's number of computed tokens. If a resumed request loads nothing, the fix writes this number into
-the LoadSpec before `build_connector_meta`, and restores the hit afterwards. If the request loads tokens, the fix
+the LoadSpec before `build_connector_meta`, and restores the LoadSpec afterwards. If the request loads tokens, the fix
 changes its LoadSpec only if vLLM recomputes the last token of a full hit.
 - Upstream: None known for current releases; https://github.com/LMCache/LMCache/pull/2243 for 0.3.10.post1 and post2.
-- Remove when: LMCache uses `request.num_computed_tokens` and no longer asserts its value.
+- Remove when: LMCache uses `request.num_computed_tokens` and no longer asserts the number.
 """
 
 from kvfix.fixes.api import LMCACHE_V1, Any, Fix, Steps, fix_around, note, stubs
@@ -49,7 +49,7 @@ def fix(impl: Any, scheduler_output: Any) -> Steps:
 
 
 def _save_from(hit: int, tracker: Any, requests: list[Any]) -> None:
-    """Start each save after the hit. can_save=False stops no save of a kv_producer (0.5.6 vllm_v1_adapter.py:1152)."""
+    """Start each save after the hit. A kv_producer saves even with can_save=False (0.5.6 vllm_v1_adapter.py:1152)."""
     specs = [(each.save_spec, len(each.token_ids)) for each in requests if each.save_spec is not None]
     for spec, tokens in specs:
         spec.skip_leading_tokens = min(hit, tokens)

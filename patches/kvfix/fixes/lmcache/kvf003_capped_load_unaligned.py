@@ -4,11 +4,11 @@ Symptom: EngineCore dies with `AssertionError: Mismatch in tokens to load: 1024 
 in vllm) - 0 (...)`. The error occurs if LMCache has more new tokens than the cap, and vLLM's hit ends within a chunk.
 
 Cause: `get_num_new_matched_tokens` promises the whole cap, but writes a LoadSpec that ends at the chunk boundary below
-`computed + cap`. With 80 computed tokens and a cap of 1,024, it promises 1,024 tokens, but the LoadSpec ends at token
-1,024, after 944 new tokens (0.5.6 vllm_v1_adapter.py:1490-1525). `update_state_after_alloc` then raises.
+`computed + cap`. With 80 computed tokens and a cap of 1,024, the hook promises 1,024 tokens, but the LoadSpec ends at
+token 1,024, after 944 new tokens (0.5.6 vllm_v1_adapter.py:1490-1525). `update_state_after_alloc` then raises.
 
 Fix: The fix promises only the tokens between vLLM's computed tokens and the end of the LoadSpec.
-- Upstream: None known; the option came with https://github.com/LMCache/LMCache/pull/3382.
+- Upstream: None known; `max_tokens_per_load` came with https://github.com/LMCache/LMCache/pull/3382.
 - Remove when: LMCache promises `capped_lmcache_tokens - num_computed_tokens`.
 """
 

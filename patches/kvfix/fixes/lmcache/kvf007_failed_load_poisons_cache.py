@@ -10,11 +10,12 @@ kv_load_failure_policy "recompute" vLLM computes the right KV in the next step, 
 Fix: The worker does not save a request in a step in which the load of one of its blocks fails. With asynchronous
 scheduling, vLLM schedules the next step before it knows of the failure. So the worker does not save the request in the
 next step either. vLLM asks for the failed blocks after the save, or before the save with speculative decoding
-(gpu_model_runner.py 0.32.0:4179, 4509). LMCache then forgets the failed blocks, so the fix records them.
+(gpu_model_runner.py 0.32.0:4179, 4509). After vLLM asks, LMCache forgets the blocks. So the fix records the blocks.
 
-vLLM rolls the request back to its last good token, and the fix records the request. When vLLM schedules the request
-again, the fix marks all of its tokens as not saved. (Before LMCache 0.4.1, KVF008 marks the tokens.) The scheduler
-does not know which saves the workers have skipped, so all tokens are saved again. LMCache skips chunks that it has.
+vLLM rolls the request back to the last token before the failed blocks, and the fix records the request. When vLLM
+schedules the request again, the fix marks all tokens of the request as not saved. (Before LMCache 0.4.1, KVF008 marks
+the tokens.) The scheduler does not know which saves the workers skipped, so all tokens are saved again, except
+cached chunks.
 - Releases: LMCache 0.3.9 to 0.5.6. 0.3.9 does not know which blocks failed, so the fix has no effect there.
 - Remove when: `wait_for_save` skips the requests whose load failed.
 """
@@ -141,7 +142,7 @@ def scheduler_shows_bug(hook: Any, adapter: Any) -> bool:
 
 
 def rollback_is_not_recorded(hook: Any, scheduler: Any) -> bool:
-    """Return True if the hook rolls back a request whose first block has failed, and nothing records the roll-back."""
+    """Let the hook roll back a request whose first block has failed. Return True if nothing records the roll-back."""
     impl = stubs.Stub()
     _scheduler.roll_back_one(hook, impl)
     return not getattr(impl, "_kvfix_rolled_back", None)

@@ -8,7 +8,7 @@ Cause: When a load fails, vLLM rolls the request back to its last good token. Bu
 the request, and appends the tokens of the next step. The tracker then has more tokens than the request has slots.
 
 Fix: Before each step, the fix looks for trackers with more tokens than vLLM has computed. It removes the extra tokens,
-and marks the remaining tokens as not saved. LMCache then saves these tokens again, except chunks in the cache.
+and marks the remaining tokens as not saved. LMCache then saves these tokens again, and skips cached chunks.
 - Upstream: https://github.com/LMCache/LMCache/issues/2294, https://github.com/LMCache/LMCache/pull/2516 (in 0.4.1).
 """
 
@@ -28,7 +28,7 @@ def fix(impl: Any, scheduler_output: Any) -> None:
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
-    """Roll back from 512 tokens to 256, and compute 16. The tracker must have 272 tokens. With the bug it has 528."""
+    """Roll back from 512 tokens to 256, and compute 16. With the bug, the tracker has 528 tokens, not 272."""
     impl, tracker = stubs.scheduled(adapter, 900, tracked=512, computed=256)
     hook(impl, stubs.step(16, computed=256))
     return len(tracker.token_ids) != 272

@@ -3,7 +3,7 @@
 Symptom: A consumer logs `Pin timeout detected for MemoryObj ...` and `Force unpinned ... timeout objects`. Before the
 pin timeout, the cache cannot evict chunks that are no longer needed.
 
-Cause: On a consumer, which saves nothing, `wait_for_save` returns before it unpins the requests of the step.
+Cause: A consumer saves nothing. So `wait_for_save` returns early, and does not unpin the requests of the step.
 
 Fix: After `wait_for_save` on a consumer, the fix unpins the requests of the step.
 - Upstream: https://github.com/LMCache/LMCache/pull/2786; fixed in 0.4.3.

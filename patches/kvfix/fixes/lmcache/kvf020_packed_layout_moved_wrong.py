@@ -6,13 +6,13 @@ dimension 3`. To see the bug, run `kvfix roundtrip --backend lmcache --layout pa
 
 Cause: vLLM 0.26 stores K and V of a head next to each other. A layer's cache has the shape `[blocks, heads, block size,
 2 * head size]`, with any strides (0.26.0 flash_attn.py:141). LMCache's transfer operation treats this cache as a single
-plane. The memory object `[2, layers, tokens, heads * head size]` has two planes, for K and V. The operation takes a
-slot's width from one plane (0.5.6 gpu_connectors.py:327), which is half of the real width, and moves only one plane.
+plane. The memory object `[2, layers, tokens, heads * head size]` has two planes, for K and V. The operation moves
+only one plane, and takes a slot's width from this plane (0.5.6 gpu_connectors.py:327). The real width is twice as big.
 
-Fix: For packed layers, the fix copies K into the first plane of the memory object and V into the second plane, as
-LMCache does before vLLM 0.26. Chunks stored without the fix stay wrong, so clear the disk and remote caches.
+Fix: For layers of this shape, the fix copies K into the first plane of the memory object and V into the second plane.
+LMCache does the same before vLLM 0.26. Chunks stored without the fix stay wrong, so clear the disk and remote caches.
 - Releases: LMCache 0.4.3 to 0.5.6 (`use_gpu_connector_v3`: 0.5.0 to 0.5.6) with vLLM 0.26 and later. LMCache 0.4.3 to
-  0.4.6 and the layerwise connector raise an error in place of wrong text. The multi-process mode is not affected.
+  0.4.6 and the layerwise connector raise an error instead of wrong text. The multi-process mode is not affected.
 - Upstream: https://github.com/LMCache/LMCache/issues/4463; open: https://github.com/LMCache/LMCache/pull/4467 and
   https://github.com/LMCache/LMCache/pull/4887.
 - Remove when: `kvfix roundtrip --backend lmcache --layout packed packed-hnd --no-fixes` passes.
@@ -53,7 +53,6 @@ def fix_load(connectors: Any) -> Wrapper:
 
 
 def _not_stored(connector: Any, memory_obj: Any, *_: Any, **__: Any) -> None:
-    """Mark the memory object, so that `fix_put` does not store it."""
     setattr(memory_obj, _EMPTY, True)
 
 
@@ -89,7 +88,7 @@ def fix_retrieve(engine: Any, mask: Any, *_: Any, **__: Any) -> None:
 
 
 def _parts(connector: Any, memory_obj: Any, more: Any) -> list[tuple[Any, list[Any]]]:
-    """Return (tensor of the memory object, caches of its layers) pairs, or [] if LMCache's own code must run."""
+    """Return pairs (tensor of the memory object, caches of its layers). Return [] if LMCache's own code must run."""
     caches = more.get("kvcaches")
     if not caches or connector.use_mla or getattr(caches[0], "ndim", 0) != 4:  # only the packed layout has four axes
         return []
@@ -128,7 +127,7 @@ def gather(torch: Any, tensor: Any, caches: Any, slots: Any) -> None:
 
 
 def scatter(torch: Any, tensor: Any, caches: Any, slots: Any, skip: int) -> None:
-    """Copy the KV from `tensor` into `slots`, except for the first `skip` tokens. This is the reverse of `gather`."""
+    """Copy the KV from `tensor` into `slots`, except for the first `skip` tokens. `scatter` reverses `gather`."""
     slots = slots.to(caches[0].device)
     wanted = slots >= 0
     wanted[:skip] = False
@@ -139,7 +138,7 @@ def scatter(torch: Any, tensor: Any, caches: Any, slots: Any, skip: int) -> None
 
 
 def _layers(torch: Any, tensor: Any, caches: Any) -> Iterator[tuple[Any, Any, int]]:
-    """Yield tensor [tokens, 2, heads, n], cache [blocks, block, 2, heads, n] and block size of each layer."""
+    """Yield, for each layer, tensor [tokens, 2, heads, n], cache [blocks, block, 2, heads, n] and block size."""
     heads, block, width = caches[0].shape[1:]
     word = _word(torch, [*caches, tensor], width * caches[0].element_size() // 2)
     held = tensor.view(2, len(caches), -1, tensor.shape[3] * tensor.shape[0] // 2).view(word)

@@ -2,24 +2,24 @@
 
 Symptom: With `use_layerwise` and HND (the head axis before the token axis) the worker raises `IndexError: index 450 is
 out of bounds for dimension 0 with size 64`, or `RuntimeError: shape mismatch: value tensor of shape [64, 128] cannot be
-broadcast to indexing result of shape [64, 16]`. If a block has as many tokens as there are KV heads, nothing is raised,
-but blocks that LMCache stores only in part get wrong KV.
+broadcast to indexing result of shape [64, 16]`. If a block has as many tokens as there are KV heads, nothing is raised.
+Then blocks that LMCache stores only in part get wrong KV.
 
 Cause: LMCache falls back to torch operations, without a warning, if its compiled operations do not load (0.5.4 to 0.5.6
-on torch 2.11). The operation that moves one layer indexes the head axis with the token's offset in its block (0.5.6
+on torch 2.11). The operation that moves one layer indexes the head axis with the token's offset in the block (0.5.6
 torch_ops/mem_kernels.py:323). The operation that moves all layers raises for HND.
 
-Fix: The fix passes the operation a view of the KV cache with the two axes swapped, and the layout of this view. The fix
+Fix: The operation for one layer gets a view of the KV cache with the two axes swapped, and the view's layout. The fix
 does nothing if a block has as many tokens as there are KV heads. LMCache then mixes up heads and tokens of whole
 blocks in the same way at the store and at the load. So the KV of whole blocks is right. If the fix swapped the
-axes here, chunks that were stored without the fix would load wrong KV.
+axes of these blocks, chunks that were stored without the fix would load wrong KV.
 - Releases: LMCache 0.5.0 to 0.5.6.
 - Remove when: `kvfix roundtrip --backend lmcache-layerwise --layout hnd --no-fixes` passes.
 """
 
 from kvfix.fixes.api import AT_START, Any, Fix, Owner, Steps, fix_around
 
-#: {layout of five axes whose third axis is the head: the layout with the third and the fourth axis swapped}
+#: Keys are layouts with heads on the third of five axes. Values are the layouts with axes three and four swapped.
 SWAPPED = {"NL_X_TWO_NB_NH_BS_HS": "NL_X_TWO_NB_BS_NH_HS", "NL_X_NB_TWO_NH_BS_HS": "NL_X_NB_TWO_BS_NH_HS"}
 
 
@@ -32,7 +32,7 @@ def fix(held: Any, cache: Any, slots: Any, direction: Any, layout: Any, token_ma
 def shows_bug(hook: Any, operations: Any) -> bool:
     """Copy the token in slot 1 of a cache with two heads and blocks of one token. The bug copies the wrong rows."""
     if getattr(hook, "__module__", operations.__name__) != operations.__name__:
-        # Since 0.5.6, `torch_ops` only re-exports the function of `mem_kernels`, which the last target of FIX probes.
+        # Since 0.5.6, `torch_ops` only re-exports `mem_kernels`' function. The last target of FIX probes this function.
         return False
     import torch  # the module has imported it
 

@@ -7,9 +7,9 @@ Cause: `TensorMemoryObj.__del__` frees a chunk that was never released. `__del__
 lock of `AddressManager`, and `_shared_observability_lock` (0.5.6 utils.py:714-731). If an exception leaves a chunk in a
 reference cycle, the collector may call `__del__` while `allocate` or `PrometheusLogger.GetOrCreate` holds either lock.
 
-Fix: With the fix, `__del__` only puts the chunk into a list. The next `ref_count_down` of any chunk frees these chunks.
-- Upstream: https://github.com/LMCache/LMCache/pull/4675 is open, for the lock of the statistics;
-  https://github.com/LMCache/LMCache/issues/3533, about the lock of the allocator, was closed as stale.
+Fix: `__del__` only puts the chunk into a list. The next `ref_count_down` of any chunk frees the chunks in the list.
+- Upstream: https://github.com/LMCache/LMCache/pull/4675 (open) for `_shared_observability_lock`.
+  https://github.com/LMCache/LMCache/issues/3533 (closed as stale) for the lock of the allocator's `AddressManager`.
 - Remove when: `__del__` takes no lock, or the locks are reentrant.
 """
 

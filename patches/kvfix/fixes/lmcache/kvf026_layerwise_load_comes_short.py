@@ -5,16 +5,16 @@ access local variable 'mem_obj_consumer' where it is not associated with a value
 request returns wrong text, and LMCache only logs `Retrieved ... tokens`, with fewer tokens than promised.
 
 Cause: `retrieve_layer` loads only chunks before the first missing chunk. LMCache can evict a chunk after the lookup if
-the chunk's pins time out or other requests release the pins (KVF018). If no chunk is left, `retrieve_layer` reads a
-variable that it has not set (0.5.6 cache_engine.py:1133). If some chunks are left, the adapter only logs the number of
+the chunk's pins time out or other requests release the pins (KVF018). If no chunk is left, `retrieve_layer` reads an
+unset variable (0.5.6 cache_engine.py:1133). If some chunks are left, the adapter only logs the number of
 tokens (vllm_v1_adapter.py:990-992). Without `use_layerwise` the adapter reports missing blocks as failed (:890-896).
 
-Fix: The first value that `retrieve_layer` yields is the number of tokens to load. The fix reports the blocks of the
-other promised tokens as failed, before the step saves anything. vLLM then computes these tokens again, or ends
-the request with an error (`kv_load_failure_policy`). If there is nothing to load, the fix stops `retrieve_layer` and
-yields empty results instead. KVF007 prevents the step from storing the KV that the step computes for this request.
-- Releases: LMCache 0.3.9.post1 to 0.5.6. The fix does not change 0.3.9, which cannot report failed blocks:
-  without the crash a request would return wrong text.
+Fix: The first value that `retrieve_layer` yields is the number of tokens to load. The fix reports the blocks of
+promised tokens beyond this number as failed, before the step saves anything. vLLM then computes these tokens again, or
+ends the request with an error (`kv_load_failure_policy`). If there is nothing to load, the fix stops `retrieve_layer`
+and yields empty results instead. KVF007 prevents the step from storing the KV that the step computes for this request.
+- Releases: LMCache 0.3.9.post1 to 0.5.6. LMCache 0.3.9 cannot report failed blocks. So the fix keeps the
+  crash in 0.3.9: without the crash, a request would return wrong text.
 - Upstream: https://github.com/LMCache/LMCache/issues/899
 - Remove when: `start_load_kv` records the failed blocks of a layerwise load.
 """

@@ -4,18 +4,18 @@ Symptom: Nothing is logged. After an update of the weights, `POST /reset_prefix_
 200, or `LLM.reset_prefix_cache(reset_connector=True)` returns True. Requests then hit KV of the old weights. With debug
 logging, vLLM logs `Connector cache reset requested, but ... does not implement reset_cache().`
 
-Cause: LMCache's in-process connector has no `reset_cache` in any release. LMCache's multi-process connector has one
-since 0.5.6, but vLLM's copy of this connector does not. vLLM's base class returns None (kv_connector/v1/base.py
-0.32.0:785-790). `reset_connector_cache` treats None as success (scheduler.py 0.32.0:2898).
+Cause: LMCache's in-process connector has no `reset_cache` in any release. LMCache's multi-process connector has a
+`reset_cache` since 0.5.6, but vLLM's copy of this connector has none. vLLM's base class returns None
+(kv_connector/v1/base.py 0.32.0:785-790). `reset_connector_cache` treats None as success (scheduler.py 0.32.0:2898).
 
-Fix: With the fix, the reset returns False if an LMCache connector has no `reset_cache`, even inside a MultiConnector.
+Fix: With the fix, the reset returns False if an LMCache connector, alone or in a MultiConnector, has no `reset_cache`.
 The fix cannot reach LMCache's cache in other processes, on disk or in a shared store. To empty the cache, do one of:
 
 - With LMCache in process, call `DELETE /cache/clear` of each worker's API server (`internal_api_server_enabled`).
 - With LMCache multi-process, call `POST /cache/clear` of the LMCache server.
 - Delete LMCache's files on disk and in the shared store, and restart the processes.
 
-Then call `reset_prefix_cache()` without the connector, which empties vLLM's own cache.
+Then call `reset_prefix_cache()` without `reset_connector`. This call empties vLLM's own cache.
 - Releases: vLLM 0.15.1 to 0.33.0, with LMCache in process, or multi-process (LMCache up to 0.5.5, or vLLM's copy).
 - Remove when: LMCache's connectors have a `reset_cache` that empties the cache.
 """

@@ -10,7 +10,7 @@ Fix: For a request with a LoRA adapter, the fix adds a hash of the adapter's nam
 Mixed roll-out: Install the fix on all engines that share a server, or on none of them. The server does not need the
 fix. For requests with a LoRA adapter, an engine with the fix does not find the chunks of an engine without the fix.
 An engine without the fix still shares KV between adapters. A server with quotas by `cache_salt` counts each adapter as
-a separate tenant. Requests without a LoRA keep their keys.
+a separate tenant. Requests without a LoRA adapter keep their keys.
 - Releases: LMCache 0.4.5 to 0.5.6, and 0.4.5 to 0.5.5 with lmcache_mp_connector_0201. vLLM's copy: 0.11.2 to 0.33.0.
 - Upstream: https://github.com/LMCache/LMCache/issues/2961, https://github.com/vllm-project/vllm/issues/44250 (open).
 - Remove when: The adapter is in the key.
@@ -38,7 +38,7 @@ def fix(tracker: Any, answer: None, request: Any) -> None:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Make a tracker with an adapter, and one without. With the bug, both have the same salt."""
+    """Make a tracker with an adapter, and a tracker without one. With the bug, both trackers have the same salt."""
     salts = []
     for lora in (None, stubs.Stub(lora_name=stubs.NAME)):
         tracker = module.LMCacheMPRequestTracker.__new__(module.LMCacheMPRequestTracker)

@@ -30,7 +30,7 @@ def fix(adapter: Any, answer: None) -> None:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Start heartbeats for 0 servers. With the bug, `_heartbeats` stays None. A correct release sets it to {}."""
+    """Start heartbeats for 0 servers. With the bug, `_heartbeats` stays None. Without the bug, `_heartbeats` is {}."""
     adapter = stubs.Stub(_heartbeats=None, _heartbeat_lock=nullcontext(), mq_clients={}, req_clients={})
     hook(adapter)
     return adapter._heartbeats is None

@@ -11,8 +11,8 @@ The worker of pull mode does not record the request (pull_worker.py 0.32.0:73).
 The worker also keeps a request whose tokens are all in another connector of a MultiConnector, or in vLLM's own prefix
 cache. Because update_state_after_alloc skips this request (push_scheduler.py:160), request_finished adds it too.
 
-Fix: After start_load_kv, the fix removes a request without blocks from `_recving_metadata`. The prefill engine keeps
-the blocks of the request until their lease ends, as it does without the fix.
+Fix: After start_load_kv, the fix removes a request without blocks from `_recving_metadata`. With and
+without the fix, the prefill engine keeps the blocks of the request until their lease ends.
 - Remove when: The worker does not record a request without blocks.
 """
 

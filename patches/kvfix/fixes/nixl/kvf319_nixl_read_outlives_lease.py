@@ -9,13 +9,13 @@ engine frees the blocks. The decode engine does not know when the lease ends. vL
 for the other direction, where prefill reads from decode (pull_scheduler.py 0.32.0:269). NIXL does not check the lease.
 
 Fix: With the fix, the prefill engine tells the decode engine when the lease ends. The decode engine adds the time by
-which its heartbeats have renewed the lease. If a read ends after the lease, it fails, and `kv_load_failure_policy`
+which its heartbeats have renewed the lease. A read that ends after the lease fails, and `kv_load_failure_policy`
 decides. The fix does nothing with `bidirectional_kv_xfer`, because vLLM then uses `remote_blocks_expiry_time` itself.
 
 Mixed roll-out: Use the fix in the prefill and the decode engine, or in neither. Otherwise, the decode engine still
 reads blocks whose lease has ended. The prefill engine adds `remote_blocks_expiry_time` to the returned
 `kv_transfer_params`. The router must pass this key on. A decode engine with `bidirectional_kv_xfer` declines reads
-after this key's time, even if heartbeats renewed the lease. Set `bidirectional_kv_xfer` in both engines or none.
+after the time in this key, even if heartbeats renewed the lease. Set `bidirectional_kv_xfer` in both engines or none.
 - Remove when: vLLM fails a read that ends after its lease.
 """
 
@@ -39,7 +39,7 @@ def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_:
 
 @fix_around(when=lambda worker, meta: meta.heartbeat_by_engine, on_fault=_closed.set_to("_kvfix_heartbeats", {}))
 def _send_heartbeats(worker: Any, metadata: Any) -> Steps:
-    """Record when a heartbeat was sent for each request that waits for its load."""
+    """For each request that waits for a load, record when heartbeats were sent."""
     now, agent, not_sent = _nixl.now(), worker.nixl_wrapper, set()
 
     def send_notif(*args: Any, **kwargs: Any) -> Any:
@@ -69,7 +69,6 @@ def _all_fail(worker: Any, answer: tuple[set[str], set[str]], transfers: Any, *_
 
 @fix_after(when=lambda worker, answer, *_: answer[0] and not worker._bidirectional_kv_xfer_enabled, on_fault=_all_fail)
 def _pop_done_transfers(worker: Any, answer: tuple[set[str], set[str]], transfers: Any) -> Any:
-    """Fail the reads that have ended after their lease."""
     done, failed = answer
     if transfers is not worker._recving_transfers:
         return answer

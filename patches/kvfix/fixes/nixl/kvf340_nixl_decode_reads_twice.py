@@ -6,7 +6,7 @@ Symptom: The decode engine logs nothing. The client gets HTTP 200 and text that 
 - A router or a client has sent a decode request again with the same kv_transfer_params.
 - A request asks for several outputs (`n`). vLLM makes one request for each output.
 
-Cause: get_num_new_matched_tokens promises the prompt to every request that names remote blocks (pull_scheduler.py
+Cause: get_num_new_matched_tokens promises prefill's tokens to every request that names remote blocks (pull_scheduler.py
 0.32.0:60). Prefill frees the blocks when the first read is reported (pull_worker.py 0.32.0:688). Other requests then
 use the blocks, and the second decode request reads the KV of the other requests.
 
@@ -30,7 +30,7 @@ promise_once, arrive_once = _prefills.for_the_first(_prefill)
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Look up two requests for one prefill. With the bug, both requests get the prefill's tokens."""
+    """Look up two decode requests for one prefill request. With the bug, both decode requests get prefill's tokens."""
     return _prefills.promised_twice(hook, _nixl.scheduler_side(), **_nixl.remote_prefill(32).kv_transfer_params)
 
 

@@ -6,7 +6,7 @@ parameters are right. Without the fix, the errors end only when the decode engin
 
 Cause: `tp_size` comes from a request's parameters. `add_remote_agent` first stores this value for the peer, and checks
 the value afterwards (base_worker.py 0.32.0:2254). `register_remote_engine` never replaces the stored value (utils.py
-0.32.0:467). Each later handshake compares the right `tp_size` with this value (base_worker.py 0.32.0:2425).
+0.32.0:467). Each later handshake compares the right `tp_size` with the stored value (base_worker.py 0.32.0:2425).
 
 Fix: If the check refuses the peer, the fix deletes the stored values of the peer.
 - Remove when: vLLM stores nothing about a peer that it has refused.

@@ -4,7 +4,7 @@ Symptom: With `kv_load_failure_policy=recompute` and a connector that loads betw
 KV load failure: 1 request(s) rescheduled`, and then `Running: 0 reqs, Waiting: 1 reqs` for ever. All blocks are free.
 
 Cause: To avoid a deadlock between loads, vLLM reserves the blocks that all prefills in flight still need. vLLM admits a
-load only if the other free blocks are enough (scheduler.py 0.32.0:1249). After a load that failed completely, vLLM
+load only if enough unreserved blocks are free (scheduler.py 0.32.0:1249). After a load that failed completely, vLLM
 frees the request's blocks (0.32.0:3151), but keeps the request in the list of prefills in flight. Before the next load
 of the request, vLLM reserves blocks for this request too. So a request that needs over half of all blocks never starts.
 

@@ -3,16 +3,16 @@
 Symptom: The log has `Recovered from KV load failure: ... request(s) rescheduled (... tokens affected).`
 
 Cause: With kv_load_failure_policy "recompute" vLLM keeps failed blocks in the prefix cache, because the request soon
-computes them (scheduler.py 0.32.0:3412). If the request is aborted or preempted first, the blocks stay wrong. With
-either policy, another request may share a failed block and compute KV from it in the same step. vLLM caches this KV.
-vLLM misses the failed blocks of requests that are aborted or preempted before the worker reports the failure.
+computes the blocks (scheduler.py 0.32.0:3412). If the request is aborted or preempted first, the blocks stay wrong.
+With either policy, another request may share a failed block and compute KV from it in the same step. vLLM caches this
+KV. vLLM misses the failed blocks of requests that are aborted or preempted before the worker reports the failure.
 
 Fix: With either policy, the fix evicts failed blocks from the prefix cache. If a request has a failed block, the fix
 also evicts all later blocks of this request. The requests keep the blocks, but other requests cannot find the blocks.
 If a request of the failed step no longer runs, the fix cannot know the request's blocks. So the fix evicts
 all free blocks.
-- Upstream: None known; https://github.com/vllm-project/vllm/pull/26813 decided that the blocks stay.
-- Remove when: `_handle_invalid_blocks` evicts the failed blocks, or caches them only after they are computed.
+- Upstream: None known; https://github.com/vllm-project/vllm/pull/26813 decided that failed blocks stay cached.
+- Remove when: `_handle_invalid_blocks` evicts the failed blocks, or caches a block only after its computation.
 """
 
 import functools
@@ -35,7 +35,7 @@ def evict_failed(scheduler: Any, answer: Any, requests: Any, invalid_block_ids: 
 
 
 def _is_a_request_gone(running: Any, scheduled: Any = (), *_: Any) -> bool:
-    """Return True if a request of the failed step no longer runs. Up to 0.15 the hook does not get `scheduled`."""
+    """Up to vLLM 0.15, the hook does not get `scheduled`. The result is then False."""
     return isinstance(scheduled, dict) and not scheduled.keys() <= {request.request_id for request in running}
 
 

@@ -1,7 +1,7 @@
 """A request returns wrong text: it shares blocks whose load failed, and vLLM counts them as computed.
 
-Symptom: Only `Recovered from KV load failure: ... request(s) rescheduled (... tokens affected).` is logged. A request
-returns wrong text if it began in the same step, and with the same prompt, as a request whose load failed.
+Symptom: Only `Recovered from KV load failure: ... request(s) rescheduled (... tokens affected).` is logged. The
+request with wrong text began in the same step as a request whose load failed. Both requests have the same prompt.
 
 Cause: When a connector loads within the step, vLLM puts the blocks into its prefix cache before the load is done. So
 other requests of this step can share the blocks. If the load fails, vLLM rolls back only the first request that has the
@@ -35,7 +35,7 @@ def roll_back_all(scheduler: Any, answer: Any, requests: Any, invalid_block_ids:
 
 
 def shows_bug(hook: Any, scheduler: Any) -> bool:
-    """Let a block fail that two requests share. With the bug, only one request is rolled back."""
+    """Let two requests share a failed block. With the bug, vLLM rolls back only one request."""
     both = [stubs.request(32, request_id=name, num_computed_tokens=20, num_cached_tokens=16) for name in "ab"]
     _scheduler.roll_back(hook, *both)
     return any(request.num_computed_tokens for request in both)

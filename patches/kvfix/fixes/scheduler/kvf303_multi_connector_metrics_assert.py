@@ -3,7 +3,7 @@
 Symptom: After the first transfer the API server dies with `MooncakeConnector is not contained in the list of registered
 connectors with Prometheus metrics support`. The engine's processes stay alive, but no request is answered any more.
 
-Cause: Only some connectors have Prometheus metrics, but `observe` requires them (multi_connector.py 0.32.0:126).
+Cause: `observe` raises for a connector that has no Prometheus metrics (multi_connector.py 0.32.0:126).
 
 Fix: The fix passes `observe` only the statistics of connectors that have metrics.
 - Upstream: https://github.com/vllm-project/vllm/issues/43828; fixed in 0.33.0.
