@@ -1,8 +1,9 @@
 """Apply and remove the wrappers of the fixes and of the connector events.
 
-Each group of a fix is one transaction. kvfix judges all functions of a fix before it wraps any (`kvfix.applicability`).
-Before the import of a module, kvfix judges the module's functions by the file. After the import, kvfix judges the
-functions again, and unwraps the group if a function is refused. Each function's wrappers are in one `WrappedFunction`.
+The functions of a fix are in groups. kvfix wraps all functions of a group, or none. `kvfix.applicability` judges all
+functions of a fix before kvfix wraps any. Before the import of a module, kvfix judges the module's file. After the
+import, kvfix judges the functions again, and unwraps a group if one of its functions is refused. All wrappers of a
+function are in one `WrappedFunction`.
 """
 
 import inspect
@@ -24,7 +25,7 @@ _HALF_IMPORTED = Applicability(
 def settle(module: ModuleType, complete: bool) -> None:
     """Apply the wanted fixes of functions in this module, and remove the unwanted fixes.
 
-    complete: True if the import of the module has ended. kvfix cannot apply fixes to the module earlier.
+    complete: True if the import of the module has ended. kvfix cannot apply fixes before the import has ended.
     """
     fixes = catalogue.fixes_of(module.__name__)  # outside the lock, because this call imports modules
     with session.lock:
@@ -71,7 +72,7 @@ def remove_all() -> None:
 
 
 def _settle(fix: Fix, imported: str) -> None:
-    """Wrap the fix's functions, or unwrap them if the fix is unwanted or refused. imported: the imported module."""
+    """Wrap or unwrap the functions of the fix. Judge unwrapped functions of the module `imported` again."""
     is_taken = session.config is not None and session.config.takes(fix.code, fix.opt_in)
     if not is_taken or fix.code in session.held_back:
         for target in fix.targets:
@@ -112,7 +113,7 @@ def _judged(target: Target) -> Applicability:
 def _wrap(fix: Fix, targets: list[Target]) -> tuple[Target, Exception] | None:
     """Wrap these functions of the fix if their modules are imported, and unwrap the other functions of the fix.
 
-    Make all wrappers before adding the first wrapper. If making a wrapper fails, change nothing and return the error.
+    If kvfix cannot make or add a wrapper, add no wrapper, and return the function and the error.
     """
     new: list[tuple[WrappedFunction, Target, Wrapper]] = []
     try:
@@ -193,8 +194,8 @@ def _forget_reloaded(module: ModuleType) -> None:
 def _is_gone(wrapped: WrappedFunction, module: ModuleType, function: str) -> bool:
     """Return True if a reload of the module has replaced the function.
 
-    If another tool has wrapped kvfix's function, return False. `inspect.unwrap` finds the original, or the tool's
-    wrapper if this wrapper has no `__wrapped__`. A reload keeps the file and the name, but a tool's wrapper does not.
+    If another tool has wrapped kvfix's wrapper, return False. If the tool's wrapper has no `__wrapped__`,
+    `inspect.unwrap` stops at the tool's wrapper. A reload keeps a function's file and name; a tool's wrapper does not.
     """
     found = installed_source.live_function(module, function)
     if found is None:

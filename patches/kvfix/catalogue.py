@@ -1,4 +1,4 @@
-"""List the fixes, their states in this process, and the fixes for a finding."""
+"""List the fixes, the state of each fix in this process, and the fixes for a finding (`kvfix.ledger.Finding`)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def fixes_of(module: str) -> list[Fix]:
 
 @functools.lru_cache(maxsize=1)
 def modules_of_fixes() -> dict[str, list[str]]:
-    """Return {module of vLLM or LMCache: modules of its fixes}. Load a fix only if it is not in fingerprints.json."""
+    """Map modules of vLLM and LMCache to the modules of their fixes. Load only fixes that fingerprints.json lacks."""
     found: dict[str, list[str]] = {}
     indexed = set()
     for known in applicability.fingerprints().values():
@@ -65,7 +65,7 @@ def find(name: str) -> Fix | None:
 
 
 def handling(rule: str, text: str | None = None) -> list[Fix]:
-    """Return the fixes with this rule in `evidence`, for any release. text: a message that must match the evidence."""
+    """Return the fixes whose `evidence` has this rule, for any release. text: a message that `evidence` must match."""
     return [fix for fix in fixes() if rule in fix.evidence and (text is None or re.search(fix.evidence[rule], text))]
 
 
@@ -86,7 +86,7 @@ def rows(judge: Callable[[Target], Applicability] = applicability.judge) -> list
 
 
 def rows_of(fix: Fix, judge: Callable[[Target], Applicability] = applicability.judge) -> Iterator[FixRow]:
-    """Yield one row for each distribution of this fix, with the worst state of all copies of the fixed code."""
+    """Yield one row for each distribution of this fix. If the fixed code has several copies, show the worst state."""
     decisions = applicability.decide(fix, lambda target: session.judged.get(target) or judge(target))
     for dist in fix.dists:
         outcomes = [_outcome(fix, decision) for decision in decisions if dist in decision.dists]
@@ -97,7 +97,6 @@ def rows_of(fix: Fix, judge: Callable[[Target], Applicability] = applicability.j
 
 
 def _outcome(fix: Fix, decision: Decision) -> Applicability:
-    """Return the state that the decision's copy of the code has in this process."""
     if decision.outcome.state != "applicable":
         return decision.outcome
     if not fix.fixable:
@@ -119,7 +118,7 @@ def _outcome(fix: Fix, decision: Decision) -> Applicability:
 
 
 def rows_handling(finding: Finding) -> list[FixRow]:
-    """Return the rows of the fixes for this finding, without fixes that the installed releases do not need."""
+    """Return the rows of the fixes for this finding. Leave out fixes that the installed releases do not need."""
     needed = ("applied", "applicable", "opt-in", "refused", "unknown", "unfixable")
     found = [row for fix in handling(finding.code, finding.message) for row in rows_of(fix)]
     return [row for row in found if row.verdict in needed]

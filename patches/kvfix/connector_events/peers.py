@@ -1,8 +1,8 @@
 """Read the state of connectors between prefill and decode instances (NIXL, Mooncake), and record leases.
 
 A lease is the time for which prefill keeps the blocks of a request for decode. Decode can renew a lease. The prefill
-worker reports that a lease has ended, but not how (nixl/base_worker.py 0.32.0:2853, mooncake_connector.py 0.32.0:2219).
-So kvfix wraps methods of the worker. NIXL before vLLM 0.26 has no such methods, so kvfix does not know how leases end.
+worker reports that a lease has ended, but not whether the lease has expired (nixl/base_worker.py 0.32.0:2853,
+mooncake_connector.py 0.32.0:2219). So kvfix wraps methods of the worker. NIXL before vLLM 0.26 lacks these methods.
 """
 
 import sys
@@ -14,19 +14,19 @@ from kvfix import applying
 from kvfix.engine_state.reader import Reader, Span, Spans
 from kvfix.wrapping import after, around
 
-#: Attribute of a worker: its Leases.
+#: Name of the attribute in which a worker keeps its Leases.
 _HELD = "_kvfix_leases"
 #: kvfix ignores an id in a request's body if the id has more characters than LONGEST.
 LONGEST = 256
 
 
 class _Peer(Reader):
-    """Base class. `_SCHEDULER`, `_WORKER`: names of the attributes in which scheduler and worker keep requests."""
+    """Base class of these readers. `_SCHEDULER`, `_WORKER`: attributes in which scheduler and worker keep requests."""
 
     keeps_for_peer = True
     _SCHEDULER: tuple[str, ...] = ()
     _WORKER: tuple[str, ...] = ()
-    #: The key in `kv_transfer_params` whose value is the peer's id of the request.
+    #: The key in `kv_transfer_params` under which the peer's request id is stored.
     _PEER_REQUEST = ""
 
     def __init__(self, connector: Any) -> None:
@@ -39,10 +39,10 @@ class _Peer(Reader):
         params = request.kv_transfer_params if isinstance(request.kv_transfer_params, dict) else {}
         engine, name = params.get("remote_engine_id"), params.get(self._PEER_REQUEST)
         is_valid = all(isinstance(each, str) and 0 < len(each) <= LONGEST for each in (engine, name))
-        return (str(engine), str(name)) if is_valid else None  # a client may have sent values of other types
+        return (str(engine), str(name)) if is_valid else None  # a client can send values of any type
 
     def loads(self, metadata: Any) -> Spans:
-        """Leave out requests without blocks, for which decode loads nothing and only notifies prefill."""
+        """Leave out a request without blocks. Decode loads nothing for the request, and only notifies prefill."""
         return [self._span(name, meta) for name, meta in self._received(metadata) if any(meta.local_block_ids)]
 
     def _received(self, metadata: Any) -> Any:
@@ -171,7 +171,7 @@ def _handle_heartbeat(worker: Any, answer: Any, payload: str, *_: Any, **__: Any
 
 
 def _get_finished(worker: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
-    """Record a lease as expired if MooncakeConnector reports its blocks as sent, but has not sent all of them."""
+    """Record a lease as expired if MooncakeConnector reports the blocks as sent, but has not sent all blocks."""
     before = list(worker.reqs_need_send.values())
     answer = yield
     if answer[0]:
@@ -179,7 +179,7 @@ def _get_finished(worker: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
         vars(worker)[_HELD].expired |= unsent & answer[0]
 
 
-#: {method by which kvfix recognizes a worker of NIXL or Mooncake: {method of this worker: wrapper}}
+#: Wrappers for NIXL's and for Mooncake's worker. kvfix recognizes a worker by the method that is the outer key.
 _WRAPPERS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "_reap_expired_send_leases": {
         "_reap_expired_send_leases": around(_reap_expired_send_leases, _is_watched),

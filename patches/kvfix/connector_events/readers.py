@@ -1,4 +1,4 @@
-"""Choose the reader of a connector's own state and metadata. `kvfix.engine_state.reader` describes readers.
+"""Choose the reader for a connector's state and metadata. `kvfix.engine_state.reader` explains readers.
 
 This module also has the readers of vLLM's connectors for CPU memory: OffloadingConnector and SimpleCPUOffloadConnector.
 """
@@ -31,7 +31,7 @@ def reader(connector: Any) -> Reader:
 
 
 def model(connector: Any) -> tuple[int, bool]:
-    """Return the fields `replay` and `divergent` of events.Asked; (0, False) if they cannot be read."""
+    """Return the fields `replay` and `divergent` of events.Asked, or (0, False) if the connector lacks the values."""
     try:
         groups = getattr(getattr(connector, "_kv_cache_config", None), "kv_cache_groups", None) or ()
         replays = [int(getattr(group.kv_cache_spec, "prefix_replay_tokens", 0)) for group in groups]
@@ -41,7 +41,7 @@ def model(connector: Any) -> tuple[int, bool]:
 
 
 def sizes(connector: Any, reader: Reader) -> dict[str, Any]:
-    """Return the sizes that kvfix's test lab needs to replay a recorder file; {} if they cannot be read."""
+    """Return the sizes that `kvfix lab` needs to replay a recorder file, or {} if the connector lacks a size."""
     try:
         config, settings = connector._vllm_config, reader.settings()
         cache, scheduler = config.cache_config, config.scheduler_config

@@ -1,8 +1,8 @@
 """The token ledger checks the events of each request against rules. This package imports neither vLLM nor LMCache.
 
-In most known bugs, two token counts of a request disagree. The ledger compares the numbers of tokens computed by vLLM,
-present in the external cache, promised by a lookup, taken by vLLM ("granted"), and loaded or stored by the worker. The
-events come from hooks of a running engine, log lines, recorder files or runs of `kvfix lab`.
+In most known bugs, two token counts of a request disagree. The ledger compares six counts: computed by vLLM, found in
+the external cache, promised by a lookup, taken by vLLM ("granted"), loaded, and stored. The events come from hooks of a
+running engine, log lines, recorder files or runs of `kvfix lab`.
 """
 
 from collections import deque
@@ -14,7 +14,7 @@ from kvfix.ledger.rules import RULES_FOR
 
 
 class Finding(NamedTuple):
-    """A rule's objection to an event."""
+    """An event that violates a rule, or for which kvfix cannot check the rule."""
 
     code: str
     name: str
@@ -28,7 +28,7 @@ class Finding(NamedTuple):
         return f"{self.code} {self.name} {self.request}: {self.message}"
 
 
-#: {type of event: attribute of History that holds the last event of this type}
+#: A `History` keeps the last event of each of these types, in the attribute that is named here.
 _LAST = {ev.LoadDue: "due", ev.Finished: "finished", ev.Leased: "lease", ev.LeaseEnded: "lease_ended"}
 
 
@@ -38,7 +38,7 @@ class History:
     def __init__(self, events_kept: int, sees_loads: bool) -> None:
         self.sees_loads = sees_loads
         self.events: deque[Event] = deque(maxlen=events_kept)
-        #: False if the request is older than the recording. Its early events are then missing.
+        #: False if the request is older than the recording, which then lacks the request's early events.
         self.recorded_from_start = False
         self.finished: ev.Finished | None = None
         self.lease: ev.Leased | None = None
@@ -86,7 +86,7 @@ class History:
 class Ledger:
     """Check events against the rules. The caller feeds the events in the order in which they happened.
 
-    events_kept: maximum number of events to keep for each request. Reports show these events.
+    events_kept: maximum number of events of a request that the ledger keeps for reports.
     sees_loads: False if the source of the events cannot read the connector's metadata and so reports no loads.
     """
 
@@ -99,7 +99,7 @@ class Ledger:
         """Check one event. Return the findings in the order of the rules."""
         history = self.histories.get(event.request)
         if history is None or (history.finished is not None and isinstance(event, ev.Asked | ev.ReadsFrom)):
-            # The request is new. It may have the id of a finished request.
+            # The request is new, even if a finished request had the same id.
             history = self.histories[event.request] = History(self._events_kept, self._sees_loads)
             history.recorded_from_start = isinstance(event, ev.Asked | ev.ReadsFrom)
         findings = []

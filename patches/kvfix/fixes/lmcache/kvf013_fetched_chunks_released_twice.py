@@ -3,10 +3,10 @@
 Symptom: The next request that hits the chunk finds a memory object without a tensor, and the worker dies at `assert
 memory_obj.tensor is not None`. Or the request reads wrong KV. LMCache may first log `Double unpin occurred somewhere.`
 
-Cause: `retrieve` releases the chunks that it has loaded (0.5.6 cache_engine.py:962-964) and the chunks that it did not
-need (:1733). Then `lookup_unpin` cleans up the lookup, and releases all these chunks again (:1409-1441).
+Cause: `retrieve` releases the loaded chunks (0.5.6 cache_engine.py:962-964) and the unneeded chunks (:1733). Then
+`lookup_unpin` cleans up the lookup, and releases the loaded and the unneeded chunks again (:1409-1441).
 
-Fix: The clean-up releases only chunks that `retrieve` has not released. The fix also unpins the unneeded chunks.
+Fix: `lookup_unpin` releases only chunks that `retrieve` has not released. The fix also unpins the unneeded chunks.
 - Releases: LMCache 0.4.1 to 0.5.6, with `enable_async_loading`. Up to 0.5.1, only unneeded chunks are released twice.
 - Upstream: https://github.com/LMCache/LMCache/issues/5090, https://github.com/LMCache/LMCache/pull/5120 are open.
 - Remove when: `cleanup_memory_objs` no longer releases the chunks that `retrieve` has released.

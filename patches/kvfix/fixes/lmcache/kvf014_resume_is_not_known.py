@@ -3,8 +3,8 @@
 Symptom: Nothing is logged. Preempted requests, and other requests that begin with the same tokens, return wrong text.
 
 Cause: For a resumed request, the connector promises the tokens that LMCache has. vLLM counts these tokens as computed,
-but LMCache does not load them, because it starts loads only for new requests. The request's tracker keeps its tokens
-and blocks, and appends the tokens and blocks of the resume. The old blocks now belong to other requests, but LMCache
+but LMCache loads only for new requests, and does not load the tokens. The request's tracker keeps the old tokens and
+blocks, and appends the tokens and blocks of the resume. The old blocks now belong to other requests, but LMCache
 stores the KV of these blocks under the keys of the resumed request (0.3.9 vllm_v1_adapter.py, `build_connector_meta`).
 
 Fix: The fix promises 0 tokens to a resumed request, and sets the tracker to vLLM's computed tokens and the new blocks.

@@ -16,8 +16,8 @@ with an error (`kv_load_failure_policy`). If the fix itself raises during a read
 
 Up to 0.4.3, if a chunk is not found, LMCache also drops the previous chunk, but reports the previous chunk as loaded
 (0.4.3 cache_engine.py:1682). The fix reports only the chunks that LMCache loads.
-- Releases: LMCache 0.3.9.post1 to 0.5.6. The fix does not change 0.3.9, which has the bug
-  too, but cannot report a failed load.
+- Releases: LMCache 0.3.9.post1 to 0.5.6. 0.3.9 also has the bug, but cannot report a failed load, so the fix leaves
+  0.3.9 unchanged.
 - Remove when: `read_file` raises an error when it reads fewer bytes than the chunk has.
 """
 
@@ -50,14 +50,14 @@ def fix_read(backend: Any, key: Any, buffer: Any, path: str) -> Steps:
     end[:] = list(mark)
     yield
     if bytes(end) == mark:
-        if entry is not None:  # LMCache deletes the entry of a missing file, but read_file's caller needs it
+        if entry is not None:  # LMCache deletes the entry of a missing file, but read_file's caller needs the entry
             backend.dict.setdefault(key, entry)
     elif os.path.getsize(path) >= size:  # a short file may overwrite some random bytes
         _READS.short -= 1
 
 
 def _read(load: Any, *args: Any, **kwargs: Any) -> tuple[Any, bool]:
-    """Call `load`. Return (its result, True if no read was short)."""
+    """Call `load`. Return the result of the call, and True if no read was short."""
     before, answer = _READS.short, None
     try:
         answer = load(*args, **kwargs)

@@ -1,7 +1,7 @@
 """After a failed disk write the chunk stays in CPU memory for ever, and LMCache never stores that chunk again.
 
 Symptom: If the disk of `local_disk` is full, LMCache logs `Stored 256 out of total 256 tokens`, but has no later hit.
-In the end it logs `No eviction candidates found in local cpu backend. Local cpu memory is under pressure.`
+In the end LMCache logs `No eviction candidates found in local cpu backend. Local cpu memory is under pressure.`
 
 Cause: After `write_file`, `async_save_bytes_to_disk` releases the memory, marks the task as done and adds the entry
 (0.5.6 local_disk_backend.py:699-716). If the write raises, LMCache does none of these three things. The memory stays in
@@ -50,7 +50,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
     """Let a write fail. With the bug, the memory stays in use."""
     size, release = stubs.Calls(0), stubs.Calls()
     memory = stubs.Stub(tensor=id, byte_array=b"", get_size=size, get_physical_size=size, ref_count_down=release)
-    backend = module.LocalDiskBackend.__new__(module.LocalDiskBackend)  # it has all methods of the class
+    backend = module.LocalDiskBackend.__new__(module.LocalDiskBackend)  # unlike a stub, it has all methods
     vars(backend).update(
         _key_to_path=lambda key: os.devnull + "/none", write_file=stubs.Calls(OSError("no space")), usage=0,
         current_cache_size=0, disk_lock=nullcontext(), stats_monitor=stubs.Nothing(), disk_worker=stubs.Nothing(),

@@ -5,7 +5,7 @@ Symptom: EngineCore dies with `AssertionError: Request tracker for request_id cm
 LMCache 0.4.5 and in vLLM's copy of the connector, this key is `num_lmcache_extra_cached_tokens`.
 
 Cause: `request_finished` reads the statistics from the request's tracker (lmcache_mp_connector.py 0.5.6:1552). The
-first lookup (`get_num_new_matched_tokens`) creates the tracker. A request that is aborted earlier has no tracker.
+first lookup (`get_num_new_matched_tokens`) creates the tracker. A request that ends before its lookup has no tracker.
 
 Fix: If a request asks for statistics and has no tracker, the fix makes a tracker with zeros before `request_finished`.
 - Upstream: https://github.com/vllm-project/vllm/pull/56780 (open).

@@ -6,11 +6,11 @@ blocks. Also, if LMCache has no hit but vLLM has a prefix hit, the stores of the
 
 Cause: vLLM calls `get_num_new_matched_tokens` in every step in which the request waits. Each call adds the hit to
 `num_stored_tokens` (lmcache_mp_connector.py 0.5.5:1065; `num_stored_blocks` in vLLM's copy). After three calls with a
-hit of 512 tokens, the first store begins at token 1536. Without a hit in LMCache, the function does not record the
-tokens that vLLM has computed (0.5.5:1060). If vLLM has computed N tokens, the stores then end N tokens too early.
+hit of 512 tokens, the first store begins at token 1536. Without a hit in LMCache, the call does not record the number
+of tokens that vLLM has computed (0.5.5:1060). If vLLM has computed N tokens, the stores then end N tokens too early.
 
-Fix: The fix acts after each call until vLLM admits the request. It sets the number of stored tokens to LMCache's hit,
-and records the number of tokens that vLLM has computed.
+Fix: After each call before the request's admission, the fix sets the number of stored tokens to LMCache's hit. The fix
+also records the number of tokens that vLLM has computed.
 - Upstream: https://github.com/LMCache/LMCache/issues/4508, fixed in 0.5.6, and open in vLLM's copy.
 - Remove when: LMCache 0.5.5 is no longer in use, and vLLM's copy assigns the hit instead of adding it.
 """

@@ -11,9 +11,9 @@ up the prompt again and promises the hit again (lmcache_mp_connector.py 0.5.4:80
 LMCache 0.5.5 recognizes a request whose load has failed, and promises 0 tokens. LMCache 0.5.6 gives a preempted
 request a new tracker (0.5.6:1833). The new tracker records no failed load, so LMCache repeats lookup and load for ever.
 
-Fix: If a request was admitted with a hit, has not run since, and has no computed tokens, its load has failed. Before
-`get_num_new_matched_tokens`, the fix then gives the request a new tracker without a hit. So vLLM computes the request,
-as with LMCache 0.5.5. In releases with LMCache's own fix, this fix handles only preempted requests.
+Fix: A load has failed if its request was admitted with a hit, has not run since then, and has no computed tokens. The
+fix gives the request a new tracker without a hit, before `get_num_new_matched_tokens`. So vLLM computes the prompt,
+as with LMCache 0.5.5. In releases with LMCache's own fix, KVF104 handles only preempted requests.
 - Releases: LMCache 0.4.5 to 0.5.4. LMCache 0.5.6: only preempted requests. LMCache's modules lmcache_mp_connector_0180
   and _0201: 0.4.4 to 0.5.5. vLLM's copy of the connector: 0.26.0 to 0.33.0.
 - Upstream: None known. LMCache 0.5.5 has its own fix ("Bypassing LMCache for request").

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from kvfix.fixes import _mp
 from kvfix.fixes.api import Any, Fix, Steps, fix_around, fix_before, multi_process, note, replaced, stubs
 
-#: Attribute of a connector. For each request that ended before its lookup was answered, a function frees the locks.
+#: Attribute of a connector: {request id: function that frees the locks}. The requests ended during their lookups.
 _LOOKING = "_kvfix_looking"
 
 
@@ -37,12 +37,12 @@ def fix(connector: Any, request: Any, block_ids: Any) -> Steps:
     free = functools.partial(adapter.free_lookup_locks, token_ids=tokens, start=0, request_id=name, **more)
     is_pending = name in adapter._pending_lookups
     locked = _mp.tokens(tracker, "num_lmcache_hit", _mp.block_size(connector))
-    if not locked and is_pending:  # nothing has read the answer yet. Without an answer, `locked` becomes None
+    if not locked and is_pending:  # no code has read the answer yet. Without an answer, `locked` becomes None
         locked = adapter.check_lookup_result(name)
     if locked is None or (is_pending and not adapter.is_healthy):
         note(__name__, f"request {name} was aborted during its lookup")
         vars(connector).setdefault(_LOOKING, {})[name] = free
-        # The hook would end the session and the lookup. `fix_step` ends session and lookup later.
+        # `request_finished` would end session and lookup now. `fix_step` ends session and lookup later.
         ends = ("cleanup_lookup_result", "end_session")
         with replaced(adapter, **{end: functools.partial(_end_others, name, getattr(adapter, end)) for end in ends}):
             return (yield)

@@ -9,7 +9,7 @@ and vLLM's copy of the connector have no `handle_preemptions`. In LMCache 0.5.2 
 `flush_inflight_stores`, which does nothing on CUDA (transfer_context/worker_transfer.py 0.5.5:648).
 
 Fix: The scheduler marks the metadata of a step that comes after a preemption. When a worker gets marked metadata, it
-waits for the stores in flight before the step writes to any block. The worker waits at most LMCache's own `mq_timeout`
+waits for the stores in flight before the step writes to any block. The worker waits at most LMCache's `mq_timeout`
 for each store. Steps without a preemption do not wait. KVF109 makes `store_futures` cover all stores of a request.
 - Upstream: https://github.com/LMCache/LMCache/issues/5248, https://github.com/LMCache/LMCache/issues/4612 (in 0.5.6).
 - Remove when: LMCache 0.5.5 is no longer in use, and vLLM's copy of the connector waits for stores in flight.

@@ -5,12 +5,12 @@ attention layers and layers with states (Mamba, GDN: Qwen3-Next, Nemotron-H, Gra
 `lmcache server`, one step with more tokens than a block triggers the bug.
 
 Cause: With `mamba_cache_mode="align"`, vLLM keeps only the state block at the end of a step. All other blocks of the
-state are null block 0. A chunk is one or several objects. The server leaves out an object only if all blocks
-of all KV groups in the object are null (`all_null_chunk_masks`, modules/lmcache_driven_transfer.py 0.5.6:85). By
-default one object has all KV groups, and the blocks of attention are never null. So the server stores a null block.
+state are null block 0. The server stores a chunk as one or several objects. The server leaves out an object only
+if all blocks of all its KV groups are null (`all_null_chunk_masks`, modules/lmcache_driven_transfer.py 0.5.6:85). By
+default one object has all KV groups. Blocks of full attention are never null, so the server stores a null block.
 
 Fix: With the fix, the server also leaves out an object if the chunk's last block is null in any KV group of the object.
-For a state, the server stores only the last block. A hit whose window reaches into the chunk reads the last block too.
+For a state, the server stores only the last block. A hit whose window reaches into the chunk also needs this block.
 
 Start the server with the fix: `kvfix run -- lmcache server ...`. The engines do not need the fix. Delete the files of
 the server's L2 adapters first, because chunks that were stored wrong stay wrong. With `--separate-object-groups` hits

@@ -10,7 +10,7 @@ Cause: A worker registers again only after an unanswered ping (vllm_multi_proces
 notices a restart between two pings (`lmcache.mp.heartbeat_interval`, 10 s), because a new server answers any ping.
 
 At the worker's next store the new server raises an error, and sends no answer (multiprocess/transport/zmq_impl/mq.py
-0.5.6:725). With engine-driven transfer the step waits 300 seconds for that answer (`lmcache.mp.mq_timeout`). vLLM's
+0.5.6:725). With engine-driven transfer the step waits 300 seconds for an answer (`lmcache.mp.mq_timeout`). vLLM's
 timeout for the step is also 300 seconds. Calls in flight when the server ended get no answer either.
 
 Fix: When LMCache's client notices a lost connection, the fix ends the calls in flight. Lookups get no hit, and loads
@@ -27,7 +27,7 @@ heartbeat. The read locks of these loads stay on the server until the locks time
 from kvfix.fixes import _mp, api
 from kvfix.fixes.api import Any, Fix, Steps, View, engine_log, fix_after, fix_around, fix_before, replaced, stubs
 
-#: {transfer: the answer that makes the transfer fail}. Lookups are not in here, because a new server answers lookups.
+#: For each transfer, the answer that makes the transfer fail. Lookups are absent, because a new server answers lookups.
 _TRANSFERS = {
     "prepare_store": stubs.Stub(context={}),
     "commit_store": False,
@@ -52,7 +52,7 @@ def _is_unregistered(client: Any) -> bool:
 
 @fix_around(when=_is_unregistered)
 def hold_transfers(client: Any) -> Steps:
-    """Let the transfers in the queue fail. The wrapped function then gets and sends only the other requests."""
+    """Let the transfers in the queue fail. The wrapped function then sends only requests that are no transfers."""
     queue = client.input_queue
 
     def get_nowait() -> Any:

@@ -5,8 +5,8 @@ Symptom: If the router lets prefill generate more than one token, requests retur
 Cause: The prefill engine sends as many blocks as the decode engine asks for. Prefill takes these blocks from the end of
 its list (mooncake_connector.py 0.32.0:1823). Each block of generated tokens in the list shifts all KV by one block.
 
-Fix: Prefill's scheduler passes only the prompt's blocks to its worker. The fix does nothing with context parallelism,
-or if a layer of the model does not have full attention.
+Fix: Prefill's scheduler passes only the prompt's blocks to prefill's worker. The fix does nothing with context
+parallelism, or if a layer of the model does not have full attention.
 - Releases: vLLM 0.20.2 to 0.33.0. 0.32.0 and 0.33.0 were tested. For the other releases, only the code was read.
 - Remove when: vLLM takes the blocks from the start of the list.
 """
@@ -16,7 +16,7 @@ from kvfix.fixes.api import GO_ON, MOONCAKE_SCHEDULER, Any, Fix, fix_before, stu
 
 
 def _send_no_block(connector: Any, *_: Any, **__: Any) -> Any:
-    """Offer no blocks. The sender then finds too few blocks, and decode's load fails."""
+    """Make decode's load fail, because prefill's sender finds too few blocks."""
     for name, (request, blocks) in connector._reqs_need_send.items():
         connector._reqs_need_send[name] = request, [[] for _ in blocks]
     return GO_ON

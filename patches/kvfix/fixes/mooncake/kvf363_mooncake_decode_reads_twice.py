@@ -4,15 +4,15 @@ Symptom: A router sends a decode request again with the same transfer_id, or a c
 The second request takes eight minutes, or stays in WAITING_FOR_REMOTE_KVS. Prefill logs `Request ... expired before
 sending on P side`, or nothing.
 
-Cause: Prefill frees the blocks when it has sent them to one request (mooncake_connector.py 0.32.0:1688), even while it
-sends them to a second request. The second request then gets KV of other requests. A request that is aborted before it
-is scheduled also counts as a reader. If the second request comes after the blocks are free, prefill waits 480 s for a
-new prefill request with this transfer_id (:1567). If prefill frees the blocks while the second request waits, prefill's
-answer does not name this request (:1628). Decode then waits for ever.
+Cause: Prefill frees the blocks when one request has read all blocks (mooncake_connector.py 0.32.0:1688), even while a
+second request reads. The second request then gets KV of other requests. A decode request that is aborted before its
+admission also counts as a reader. If the second request comes after the blocks are free, prefill waits 480 s for a new
+prefill request with this transfer_id (:1567). If prefill frees the blocks while the second request waits, prefill's
+answer does not name the second request (:1628). Decode then waits for ever.
 
 Fix: In each decode engine, only the first request with a transfer_id reads blocks. A later request with the same
-remote_engine_id and transfer_id computes its prompt itself, and sends prefill no notice, even when it is aborted. The
-fix does not know what other engines have read. So a router that retries a request must send it to prefill again.
+remote_engine_id and transfer_id computes its prompt itself. Even if a later request is aborted, prefill gets no notice.
+The fix does not know the requests of other decode engines. So a router must send a retried request to prefill again.
 - Releases: vLLM 0.32.0. Earlier releases were not tested. In 0.33.0 (source read only), the second request times out.
 - Remove when: Prefill refuses the second read.
 """
@@ -26,7 +26,7 @@ def _prefill(connector: Any, params: Any) -> tuple[Any, ...] | None:
     return prefill if all(isinstance(each, str) for each in prefill) else None
 
 
-# Without the second wrapper, an abort of the second request makes prefill free blocks that the first request reads.
+# Without `end_once`, an abort of the second request makes prefill free blocks that the first request still reads.
 promise_once, end_once = _prefills.for_the_first(_prefill)
 
 

@@ -3,8 +3,8 @@
 Symptom: The memory grows by less than a kilobyte for each decode request that comes after its prefill's timeout, or
 that names a wrong transfer_id. The log has only `Timeout waiting for P side ready`.
 
-Cause: If a decode request's transfer has no entry in reqs_need_send, the request adds one (mooncake_connector.py
-0.32.0:1567). When the wait for the prefill times out, nothing removes the entry (:1594).
+Cause: If a decode request's transfer has no entry in reqs_need_send, the prefill worker adds an entry
+(mooncake_connector.py 0.32.0:1567). When the wait for the prefill times out, no code removes the entry (:1594).
 
 Fix: The fix removes an entry that has no prefill and no waiting request. If a prefill comes later for an entry that
 still exists, the fix writes the prefill's request id into the entry, so that the entry stays.
@@ -16,7 +16,7 @@ from kvfix import clock
 from kvfix.fixes import _mooncake
 from kvfix.fixes.api import MOONCAKE_WORKER, Any, Fix, fix_before, note
 
-#: Seconds between checks. An entry must be unused in two checks, because a request adds its entry before it waits.
+#: Seconds between checks. The fix needs two checks without a waiter, because a new entry has no waiter at first.
 _PAUSE = 0.25
 
 

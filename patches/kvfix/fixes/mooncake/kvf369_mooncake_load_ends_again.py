@@ -6,7 +6,7 @@ has `pulling kv_caches for [...] failed: transfer failed: Resource temporarily u
 If several prefill ranks write to one decode rank, requests return wrong text after a load that failed at one rank.
 
 Cause: Decode sends each prefill rank one message for all loads of a step. If the connection of the message fails,
-decode reports all loads in the message as failed (mooncake_connector.py 0.32.0:2370), even if their KV is written.
+decode reports all loads in the message as failed (mooncake_connector.py 0.32.0:2370), even loads whose KV is written.
 The first rank that fails ends the load (:2402), and vLLM frees the blocks while other ranks still write into them.
 
 Fix: The fix reports a load as failed only after all ranks have reported, and counts at most one report of each rank.
@@ -56,7 +56,7 @@ def process_pulling_result(worker: Any, response: Any, metas: dict[str, Any]) ->
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Let one of two ranks fail. With the bug, the load is reported before the other rank has ended."""
+    """Let the load fail at one of two ranks. With the bug, the load is reported before the second rank has ended."""
     ended: set[str] = set()
     worker = stubs.Stub(
         xfer_stats=stubs.Stub(record_failed_recv=lambda: None), _is_hma_required=False,

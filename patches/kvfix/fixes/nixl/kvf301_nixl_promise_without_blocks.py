@@ -6,9 +6,9 @@ WAITING_FOR_REMOTE_KVS and keeps its blocks.
 
 Cause: The router or any client can set `kv_transfer_params`. If the parameters ask for a remote prefill,
 get_num_new_matched_tokens promises the whole prompt (pull_scheduler.py 0.32.0:60). After the allocation of blocks,
-update_state_after_alloc checks whether the parameters name remote blocks (:186, assertion) and their engine (:180,
-warning). Blocks or engine are missing if prefill kept no blocks (KVF314), the router is made for another release of
-vLLM, or the request is malformed.
+update_state_after_alloc checks whether the parameters name remote blocks (:186, assertion) and the prefill engine
+(:180, warning). The blocks are missing if prefill kept no blocks (KVF314). Blocks or engine can also be missing if the
+router is not made for this release of vLLM, or the request is malformed.
 
 The worker raises during the load if the blocks are not in lists, or if the name of engine, request or host is not a
 string. The worker also raises if the block ids are one flat list, in place of one list per KV group. The fix does not
@@ -31,7 +31,7 @@ def _fix(owner: Owner) -> Fixing:
     def fix(module: Any) -> Any:
         scheduler = getattr(module, owner.name)
         keys = _asked_for(scheduler.update_state_after_alloc)
-        # True if prefill names a list of blocks for each KV group. Up to vLLM 0.15, prefill names one list.
+        # True if prefill sends one list of blocks per KV group. Up to vLLM 0.15, prefill sends one list in total.
         groups = str(getattr(scheduler.request_finished, "__annotations__", {}).get("block_ids")) != "list[int]"
 
         def is_complete(connector: Any, request: Any) -> bool:
@@ -60,7 +60,7 @@ def _fails_loads(module: Any) -> bool:
 
 
 def _asked_for(function: Any) -> tuple[str, ...]:
-    """Return the keys that update_state_after_alloc needs for a transfer. Before 0.15, no request id is needed."""
+    """Return the keys that update_state_after_alloc needs for a transfer. vLLM before 0.15 needs no request id."""
     constants = getattr(getattr(inspect.unwrap(function), "__code__", None), "co_consts", ())
     return next((each for each in constants if isinstance(each, tuple) and _KEYS[0] in each), _KEYS)
 

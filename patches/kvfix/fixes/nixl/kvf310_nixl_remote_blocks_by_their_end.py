@@ -5,12 +5,12 @@ token, or has computed a different prompt than the decode engine. If the prefill
 engine needs, the decode engine's worker dies with `AssertionError` in `_apply_prefix_caching`.
 
 Cause: After a prefix hit, `_apply_prefix_caching` takes the blocks for the rest of the prompt from the end of the
-prefill engine's list (base_worker.py 0.32.0:3455). The pairs are right only if both lists end at the same token. If the
-router does not set `max_tokens` to 1 and the generated tokens need a new block, prefill's list is too long.
+prefill engine's list (base_worker.py 0.32.0:3455). The pairs are right only if the lists of both engines end at the
+same token. If the router does not set `max_tokens` to 1, generated tokens may add blocks to prefill's list.
 
-Fix: Before a read, the fix cuts the prefill engine's list after the prompt's last block, so that both lists end at
-the same token. If the prefill engine's list is too short, the load fails, and `kv_load_failure_policy` decides. The fix
-does nothing for KV groups without full attention, for different block sizes, or with context parallelism.
+Fix: Before a read, the fix cuts the prefill engine's list after the prompt's last block. If the prefill engine's list
+is too short, the load fails, and `kv_load_failure_policy` decides. The fix does nothing for KV groups without full
+attention, with context parallelism, or if the two engines have different block sizes.
 - Remove when: vLLM pairs the blocks by their position in the prompt.
 """
 

@@ -1,6 +1,6 @@
 """Decode gets no blocks and the prefill worker leaks an id if a prefill ends while it is preempted (NixlConnector).
 
-Symptom: With asynchronous scheduling the prefill worker's memory grows by one id for each request that ends while it is
+Symptom: With asynchronous scheduling, the prefill worker's memory grows by one id for each request that ends while
 preempted. Decode gets `remote_block_ids` without blocks. Without KVF301, decode's worker dies with `AssertionError`.
 
 Cause: With asynchronous scheduling, vLLM can preempt a request while the step that computes its last token is in

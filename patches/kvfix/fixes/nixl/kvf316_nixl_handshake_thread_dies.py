@@ -33,6 +33,6 @@ def _nixl_handshake_listener(function: Any, *args: Any, **kwargs: Any) -> Any:
 FIX = Fix(
     NIXL_BASE_SCHEDULER._nixl_handshake_listener(broken=">=0.26", fix=_nixl_handshake_listener),
     effect="hang",
-    attaches=AT_START,  # a running thread already runs the function without the fix
+    attaches=AT_START,  # a thread that already runs continues to run the function without the fix
     no_patch=PRIVATE,
 )

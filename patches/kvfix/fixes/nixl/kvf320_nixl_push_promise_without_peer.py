@@ -6,10 +6,10 @@ engine dies with `TypeError`.
 
 Cause: The router or any client can set `kv_transfer_params`. If these parameters ask for a remote prefill,
 get_num_new_matched_tokens promises the whole prompt (push_scheduler.py 0.32.0:122). After the allocation of the blocks,
-update_state_after_alloc reads the peer's address from the parameters without a check (:184-187). build_connector_meta
-reads `remote_request_id` without a check too (metadata.py 0.32.0:334).
+update_state_after_alloc reads the prefill engine's address from the parameters without a check (:184-187). Later
+build_connector_meta reads `remote_request_id` without a check (metadata.py 0.32.0:334).
 
-Fix: If the parameters do not name a peer, the fix promises 0 tokens, and the request computes its prompt itself.
+Fix: If a needed parameter is missing or has a wrong type, the fix promises 0 tokens. The request computes its prompt.
 - Remove when: vLLM checks the parameters before it promises tokens.
 """
 

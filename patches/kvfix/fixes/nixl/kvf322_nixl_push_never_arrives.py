@@ -1,24 +1,24 @@
 """Requests of a decode engine wait for ever: NixlPushConnector waits for blocks that no engine will push.
 
 Symptom: With NixlPushConnector, requests of the decode engine stay in WAITING_FOR_REMOTE_KVS and keep their blocks. The
-decode engine logs `registration for request ... timed out after 480.0s without a push completion`. For an aborted
-request it logs nothing. `GPU KV cache usage` rises, until no request runs.
+decode engine logs `registration for request ... timed out after 480.0s without a push completion`, but logs nothing
+for an aborted request. `GPU KV cache usage` rises, until no request runs.
 
-Cause: The decode engine registers its blocks with the prefill engine, and waits for a write. If the prefill engine
-cannot write to these blocks, it does not tell the decode engine. For example, the prefill was aborted, its lease is
-over, or its KV went to another request with the same id. Or the prefill engine could not connect, or has ended. If the
-router sends requests to both engines at once, each engine may also wait for the other engine's blocks.
+Cause: The decode engine registers its blocks with the prefill engine, and waits for a write. A prefill engine that
+cannot write to the blocks does not tell the decode engine. For example, the prefill was aborted, the lease is over, or
+the KV went to another request with the same id. Or the prefill engine could not connect, or has ended. If the router
+sends a request to both engines at once, each engine may wait for the other engine's blocks.
 
 After `push_registration_timeout`, build_connector_meta drops the registration and logs the timeout (push_scheduler.py
 0.32.0:297-330), but the worker continues to wait. vLLM keeps the blocks of an aborted request until the worker reports
-its load (v1/core/sched/scheduler.py 0.32.0:2703).
+the request's load (v1/core/sched/scheduler.py 0.32.0:2703).
 
 Fix: The fix adds an end time to the registration. After this time the prefill engine's worker begins no write. Five
 seconds later the decode engine's worker reports the load as failed, and `kv_load_failure_policy` decides.
 
 Mixed roll-out: The prefill engine and the decode engine must both have the fix. In the prefill engine alone the fix
-changes nothing. In the decode engine alone the fix can be worse than no fix, because an unfixed prefill engine may
-write into blocks of a load that has timed out. So add the fix to prefill first, and remove the fix from prefill last.
+changes nothing. If only the decode engine has the fix, prefill may write into blocks that decode has already freed.
+So add the fix to prefill first, and remove the fix from prefill last.
 - Remove when: vLLM fails a load whose registration has timed out.
 """
 
@@ -59,7 +59,7 @@ def get_transfer_results(worker: Any) -> None:
             worker._failed_recv_reqs.put(name)
 
 
-# After an error of the fix, nothing is written. The decode engine's load times out.
+# If the fix raises, prefill writes nothing, and the decode engine's load times out.
 @fix_around(when=lambda worker, request, blocks, registration: _UNTIL in registration, on_fault=_closed.nothing)
 def _do_start_push_kv(worker: Any, request_id: str, local_block_ids: Any, registration_data: Any) -> Steps:
     """Begin no write in the prefill worker after the end of the registration."""
@@ -67,7 +67,7 @@ def _do_start_push_kv(worker: Any, request_id: str, local_block_ids: Any, regist
     if offset is None or _nixl.now() < registration_data[_UNTIL] - offset:
         return (yield)  # if the clock offset is unknown, vLLM connects and calls this function again
     if request_id in worker._reqs_to_process:  # otherwise the lease of the request is over
-        worker._push_finished_blocks.setdefault(request_id, local_block_ids)  # for a later registration
+        worker._push_finished_blocks.setdefault(request_id, local_block_ids)  # a later registration needs the blocks
     return None
 
 

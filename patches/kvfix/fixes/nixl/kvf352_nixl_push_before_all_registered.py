@@ -9,7 +9,7 @@ takes the first registration and writes to all ranks (push_worker.py 0.32.0:308,
 when the write is reported, the rank does not find its peer (base_worker.py 0.32.0:2940). If a rank could not connect,
 the rank has freed its blocks. The freed blocks may belong to another request when prefill writes them.
 
-Fix: A prefill rank begins its write only when all decode ranks that it writes to have registered. If a rank never
+Fix: A prefill rank begins to write only after all decode ranks that receive blocks have registered. If a rank never
 registers, the decode engine waits for the blocks. With KVF322, the load fails when decode's registration times out.
 - Releases: vLLM 0.26.0 to 0.33.0. 0.32.0 and 0.33.0 were tested. For the other releases, only the code was read.
 - Remove when: vLLM writes to a rank only the blocks that this rank has registered.
@@ -37,7 +37,7 @@ def wait_for_all_ranks(worker: Any, notice: bytes) -> Steps:
 
 
 def _registered(notice: bytes) -> tuple[str, int]:
-    """Return the request and the number of ranks of its engine, or ("", 0) if the registration does not name both."""
+    """Return the request id and the number of decode ranks in this registration, or ("", 0) if one is missing."""
     module = NIXL_PUSH_WORKER.imported
     with suppress(module.msgspec.DecodeError, KeyError, TypeError):
         data = module.msgspec.msgpack.decode(notice[len(module.PUSH_REG_NOTIF_PREFIX) :])

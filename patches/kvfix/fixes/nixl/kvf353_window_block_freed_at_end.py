@@ -5,7 +5,7 @@ with wrong KV for one token of the window. One prompt in N is affected, where N 
 the router lets the prefill engine generate more than one token, all prompts longer than the window are affected.
 
 Cause: vLLM keeps the part of a window that the next token needs. After a prompt of P tokens, with a window of W, this
-part begins at token P - W + 1. The decode engine loads P tokens and computes the last one again. The last token needs
+part begins at token P - W + 1. The decode engine loads P tokens and computes the last token again. The last token needs
 token `P - W`. If a block begins at token P - W + 1, neither engine has the block of token `P - W`. Prefill frees this
 block at the request's end (scheduler.py 0.32.0:3025), and decode allocates no block for it
 (single_type_kv_cache_manager.py 0.32.0:350). So decode reads the null block.
@@ -19,8 +19,8 @@ request to one generated token.
 Mixed roll-out: Install the fix on the prefill engine and on the decode engine, or on neither. If only one engine has
 the fix, the two engines count tokens differently. If the last token has a block of its own, decode then reads all KV
 shifted by one block (base_worker.py 0.32.0:3417). The result is wrong KV, without a message.
-- Releases: vLLM 0.32.0 and 0.33.0. By their code (not tested), earlier releases from 0.20.2 on have the bug too, but
-  have no `_prefill_backoff`. 0.20.2 is the first release whose NixlConnector supports windows.
+- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases from 0.20.2 on have the bug too (code read, not tested), but not
+  the function `_prefill_backoff`. 0.20.2 is the first release whose NixlConnector supports windows.
 - Remove when: `_prefill_backoff` returns 1 for a model with windows.
 """
 
@@ -29,7 +29,6 @@ from kvfix.fixes.api import AT_START, NIXL_BASE_SCHEDULER, Any, Fix, fix_after, 
 
 @fix_after(on_fault=lambda scheduler, tokens, *_, **__: max(tokens, 1))
 def _prefill_backoff(scheduler: Any, tokens: int) -> int:
-    """Return 1 instead of 0 for models with windows."""
     return tokens or int(any(scheduler.blocks_per_sw))
 
 

@@ -6,12 +6,12 @@ without a push completion`. The prefill engine logs nothing.
 
 Cause: NixlPushConnector promises the prompt to each request that asks for a remote prefill, and each request registers
 its blocks (push_scheduler.py 0.32.0:124, :183). The prefill engine writes into the blocks of the first registration
-that it finds, and then forgets the prefill (push_worker.py 0.32.0:404). It never answers the other registration.
+that it finds, and then forgets the prefill (push_worker.py 0.32.0:404). The other registration gets no answer.
 
 Fix: In each decode engine, only the first request for a prefill registers. A later request for the same prefill
-computes its prompt itself. Two requests are for the same prefill if their remote_engine_id, their remote_request_id and
-their ids without the random end are equal. (The prefill engine pairs requests by the id without this end.) If two
-decode engines ask for one prefill, one of the two loads still waits. With KVF322, this load times out.
+computes its prompt itself. Requests are for the same prefill if three values are equal: remote_engine_id,
+remote_request_id, and the request id without its random suffix. (The prefill engine also ignores this suffix.) If two
+decode engines ask for one prefill, one of the two loads still waits. With KVF322, the waiting load times out.
 - Remove when: vLLM promises a prefill to one decode request.
 """
 
@@ -27,7 +27,7 @@ def note_first(connector: Any, answer: None, request: Any, *_: Any) -> None:
 
 @_prefills.promise_if
 def promise_once(connector: Any, request: Any) -> bool:
-    """Promise the prefill if no request has registered for it. Else let this request compute its prompt."""
+    """Promise a prefill to the first request that asks. Let a later request compute its prompt."""
     if not _prefills.has_another(connector, _prefill(request)):
         return True
     _prefills.compute(request)
@@ -35,7 +35,7 @@ def promise_once(connector: Any, request: Any) -> bool:
 
 
 def _prefill(request: Any) -> tuple[str, str, str]:
-    """Return the key of this request's prefill, that is, two parameters and the request id without its random end."""
+    """Return two parameters, and the request id without its random suffix. The three values identify a prefill."""
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import get_base_request_id
 
     params = request.kv_transfer_params

@@ -3,11 +3,11 @@
 Symptom: Nothing is logged. After `reset_prefix_cache` with `reset_connector` (a weight update in RLHF), prompts that
 were offloaded before return wrong text. The bug needs `TieringOffloadingSpec` with `secondary_tiers`.
 
-Cause: The connector's `reset_cache` empties its CPU memory, returns True, and keeps the secondary tiers
+Cause: The connector's `reset_cache` empties the CPU memory, returns True, and keeps the secondary tiers
 (`TieringOffloadingManager.reset_cache`, tiering/manager.py 0.32.0:944: "persistent stores (FS, network) keep their
 data across resets"). The keys of these tiers depend on the tokens only, not on the weights.
 
-Fix: `reset_cache` answers False and logs the reason. `reset_prefix_cache` then answers False too, so its caller learns
+Fix: `reset_cache` answers False and logs the reason. `reset_prefix_cache` then answers False too, so the caller learns
 that old KV is still stored. kvfix deletes no files. Delete the files in `root_dir`, or use another `root_dir`.
 - Remove when: `OffloadingConnector.reset_cache` answers False, or the keys of a tier change with the weights.
 """

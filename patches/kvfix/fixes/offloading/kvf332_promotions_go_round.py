@@ -5,7 +5,7 @@ The bug needs `TieringOffloadingSpec` with `secondary_tiers`, and too little CPU
 
 Cause: A lookup that finds a chunk in a tier copies the chunk into CPU memory (a promotion). To make room, the lookup
 evicts the least recently used chunk (`_initiate_promotion`, tiering/manager.py 0.32.0:489). The evicted chunk may
-belong to the same request, because nothing protects a promoted chunk before the load begins. The lookup answers "not
+belong to the request of the lookup, because no lock protects a promoted chunk before its load. The lookup answers "not
 yet" during a promotion. So each lookup promotes the chunk that the previous lookup has evicted.
 
 Fix: Before a load, the fix promotes each chunk only once for a request. If the chunk is then evicted before the load,

@@ -5,7 +5,7 @@ Symptom: Nothing is logged. The bug needs sliding windows, and `blocks_per_chunk
 Cause: A request that begins with a hit has null blocks in front of its window. Even if the window begins within a
 chunk, OffloadingConnector checks only the chunk's last block. OffloadingConnector then stores the blocks that are not
 null, and counts the chunk as complete (offloading/scheduler.py 0.32.0:1670, 1780). The window of a later request may
-begin earlier in the chunk. This request loads old content of the CPU memory into the blocks that were not stored.
+begin earlier in the chunk. The later request then loads old content of CPU memory in place of the missing blocks.
 
 Fix: If any block of a sliding-window chunk is null, the fix does not store this chunk.
 - Remove when: `_build_store_jobs` checks all blocks of a chunk.
@@ -16,7 +16,7 @@ from itertools import chain
 from kvfix.fixes.api import OFFLOADING_SCHEDULER, Any, Fix, fix_before, note
 
 
-# In each step, the fix checks each request's unstored chunks. If a request has finished, the fix checks all its chunks.
+# In each step, the fix checks the unstored chunks of running requests and all chunks of finished requests.
 @fix_before(
     when=lambda scheduler, *_, **__: scheduler._sliding_window_groups and scheduler.config.blocks_per_chunk > 1,
     on_fault=lambda *_, **__: {},  # no stores in this step

@@ -13,14 +13,15 @@ of this load. vLLM drops the output of the failed step (scheduler.py 0.32.0:2088
 are in flight, and vLLM keeps the output of the last chunk as the first token.
 
 The worker uses the last token that it sampled as the next token of the request (gpu_model_runner.py 0.32.0:1848).
-Runner V2 continues from its own position (gpu/model_runner.py 0.32.0:1464), even without asynchronous scheduling. If
+Runner V2 keeps its own count of tokens (gpu/model_runner.py 0.32.0:1464), even without asynchronous scheduling. If
 vLLM preempts a request before the failure is reported, vLLM also keeps the request's output of the failed step.
 
-Fix: The fix preempts a request that is rolled back, and drops its outputs in flight in the scheduler and in the worker.
-vLLM then computes the request without a load from LMCache. If vLLM has already preempted the request, the fix only
-drops the outputs. KVF203 evicts the request's failed blocks, and KVF007 keeps LMCache from storing wrong KV.
+Fix: If vLLM resets a request after a failed load, the fix preempts the request. The fix drops the request's outputs in
+flight in the scheduler and in the worker. vLLM then computes the request without a load from LMCache. If vLLM has
+already preempted the request, the fix only drops the outputs. KVF203 evicts the request's failed blocks, and KVF007
+keeps LMCache from storing wrong KV.
 - Releases: vLLM 0.11.2 to 0.33.0 with asynchronous scheduling or with runner V2. vLLM 0.32.0 and 0.33.0 with pipeline
-  parallelism; earlier releases were not tested with it. The fix was not tested with runner V2, which needs a GPU.
+  parallelism, which was not tested in earlier releases. The fix was not tested with runner V2, which needs a GPU.
 - Upstream: https://github.com/vllm-project/vllm/issues/45138, https://github.com/vllm-project/vllm/issues/49250,
   https://github.com/vllm-project/vllm/pull/45146 (open), https://github.com/vllm-project/vllm/pull/49252 (open),
   https://github.com/vllm-project/vllm/pull/53298 (open).
@@ -44,7 +45,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         if not _scheduler.is_within_step(*more) or not _is_ahead(scheduler, drops_by_request):
             return answer
         with_stale_output = [each for each in scheduler.requests.values() if each.status == preempted]
-        if getattr(scheduler, "recompute_kv_load_failures", True):  # 0.11 has no other policy
+        if getattr(scheduler, "recompute_kv_load_failures", True):  # vLLM 0.11 always computes the tokens again
             # Preempt a request only once before its next lookup. Otherwise the fix could preempt the request for ever.
             rolled_back = [each for each in requests if each.request_id in answer[0] and not _is_to_compute(each)]
             for request in reversed(rolled_back):

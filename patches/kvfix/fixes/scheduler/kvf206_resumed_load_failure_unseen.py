@@ -4,7 +4,7 @@ Symptom: Only LMCache's `Request ... failed to load ... tokens across ... blocks
 preempted returns wrong text, also with kv_load_failure_policy "fail".
 
 Cause: vLLM looks for failed blocks only in the first `num_cached_tokens` tokens of each running request (scheduler.py
-0.15.1:2007). vLLM sets this number when it first schedules a request. A resumed request loads tokens beyond the number.
+0.15.1:2007). vLLM sets this number when it first schedules a request. A resumed request loads later tokens as well.
 
 Fix: In `_update_requests_with_invalid_blocks`, the fix raises `num_cached_tokens` to the end of the last failed block.
 - Upstream: None known. vLLM 0.20.2 no longer has the bug, and counts from `num_computed_tokens`.

@@ -14,7 +14,7 @@ The message carries no deadline, so a fix needs changes in both engines.
 Workaround: Set VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT to a larger number of seconds on the decode engine than on the
 prefill engine, for example 960 and 480. A message may then wait for the difference plus 60 s. Set a larger
 `num_workers` in the prefill engine's kv_connector_extra_config, so that messages wait less.
-- Remove when: Both engines of vLLM agree on the end of a load.
+- Remove when: The prefill engine and the decode engine agree when a load ends.
 """
 
 from kvfix.fixes.api import MOONCAKE_WORKER, Fix
