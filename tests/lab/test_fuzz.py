@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from kvfix_tools.lab import releases
+from kvfix_tools.lab import cli, releases
 from kvfix_tools.lab.options import SERVER_CHUNK, WITH_RANKS, Options
 from tests import late
-from tests.conftest import RELEASES, Fresh, Once
+from tests.conftest import RELEASES, Fresh, Once, answers
 from tests.diagnose.lines import site_packages
 from tests.healthy import own_blocks
 
@@ -116,6 +117,13 @@ def test_a_run_that_was_stopped_goes_on(outcomes: dict[str, Any]) -> None:
 
 def test_a_run_that_tested_nothing_says_so(outcomes: dict[str, Any]) -> None:
     assert outcomes["nothing"] == "loaded no token, stored no token, preempted no request, never filled the blocks"
+
+
+@answers(1)
+def test_a_violation_outweighs_a_run_that_tested_nothing() -> int:
+    """Without fixes, seed 1 violates a rule, but stores no token."""
+    command = ["fuzz", "--connector", "v1", "--seeds", "1", "--no-fixes", "--shrink", "0"]
+    return CliRunner().invoke(cli.app, command).exit_code
 
 
 def test_violations_are_shrunk(outcomes: dict[str, Any]) -> None:
