@@ -62,5 +62,5 @@ def test_what_is_no_log_of_an_engine_has_no_finding(path: Path) -> None:
     assert found(b"".join(whole)) == []
     for part in parts(whole, 10):
         assert found(b"".join(part)) == [], part[0]
-    for line in whole if path not in PAGES else ():  # kvfix's pages quote messages, and one message gives a finding
+    for line in whole if path not in PAGES else ():  # a single message that kvfix's pages quote can give a finding
         assert found(line) == [], line

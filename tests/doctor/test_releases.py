@@ -1,4 +1,4 @@
-"""Test which wrong imports and calls doctor reports for two small packages. planted.toml has pairs of real releases."""
+"""Test which wrong imports and calls doctor reports for two small packages. test_planted.py tests real releases."""
 
 from pathlib import Path
 

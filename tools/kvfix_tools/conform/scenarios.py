@@ -115,7 +115,7 @@ SCENARIOS = (
     Scenario("odd-ids", "ends", "Request ids are long, and contain slashes, dots, blanks and other scripts.",
         [do.store(_LONG, prompt(64)), do.admit(_LONG + "b", prompt(64), 4), do.admit("../../x", prompt(70), 4),
          do.run()]),
-    Scenario("id-used-again", "keeps-nothing", "A request id is used again, because vLLM does not make ids unique.",
+    Scenario("id-used-again", "keeps-nothing", "A request id is used again (VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=1).",
         [do.store("a", prompt(64)), do.store("a", prompt(96, 1)), do.admit("a", prompt(64), 3), do.run(),
          do.admit("a", prompt(96, 1), 3), do.run()], proof=("loaded_tokens", "ids_used_again")),
     Scenario("finished-twice", "keeps-nothing", "A request is aborted after it has ended.",

@@ -32,8 +32,9 @@ mp-in-tree: vLLM's copy of mp. Two connectors in a MultiConnector: nixl-multi (n
 _SERVER = "lab: use the lab's stand-in for the server. real: start a real `lmcache server` (mp only)."
 _TRANSFERS = "lab: NIXL is simulated. real: use NIXL, and compare it with the simulation."
 _MODE = "fix: apply the fixes. check: also check the rules, as kvfix run --mode check does."
-_FIXES_IN = """Choose the engines with the fixes. both: all. The other values need --mode fix: prefill or decode (NIXL,
-Mooncake), one (the first of two engines with a shared cache: v1, mp). Seeds that fail without fixes are left out."""
+_FIXES_IN = """Choose the engines with the fixes. both: all engines. prefill, decode: this engine (NIXL, Mooncake). one:
+the first of two engines with a shared cache (v1, mp). If not both: use --mode fix; seeds that also fail without fixes
+do not count."""
 Fixes = Annotated[bool, typer.Option(help="Play with the fixes of kvfix, or with LMCache and vLLM as released.")]
 
 

@@ -12,7 +12,8 @@ The client counts replies by id only. Once every worker seems to have replied, t
 sends a third lookup. The client may then count replies to the second and the third lookup together, and the load begins
 early. A worker that has not fetched its chunks dies. If no worker dies, the chunks of the third lookup leak.
 
-Fix: The client keeps a timed-out lookup until LMCache cleans up the lookup. So KVF011 prevents a new lookup.
+Fix: The client keeps a timed-out lookup until LMCache cleans up the lookup. So KVF011 (another fix) returns
+0 tokens, and the client sends no second lookup.
 - Releases: LMCache 0.3.10 to 0.5.6, with `enable_async_loading`.
 - Remove when: `clear_lookup_status` does not delete a lookup in `aborted_lookups`, or each lookup has an id of its own.
 """

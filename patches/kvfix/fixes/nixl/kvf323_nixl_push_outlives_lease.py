@@ -21,7 +21,8 @@ from kvfix.fixes.api import GO_ON, NIXL_BASE_WORKER, NIXL_PUSH_WORKER, Any, Fix,
 
 #: The writer thread and the thread that runs the worker's hooks hold this lock only briefly.
 _lock = threading.Lock()
-#: Attributes of a worker. _BEGINNING: requests whose write is starting. _OVER: requests of the last _MOST ended leases.
+#: Attributes of a worker. _BEGINNING: requests whose write is starting. _OVER: requests whose lease has ended, at most
+#: the last _MOST.
 _BEGINNING, _OVER, _MOST = "_kvfix_beginning", "_kvfix_over", 4096
 
 
