@@ -2,7 +2,6 @@
 
 import os
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,25 +61,25 @@ def wedge(name: str) -> dict[str, Any]:
     prepare()
     engine = getattr(wedged, name)()
     watchdog._TRIES = watchdog._STANDS = 10_000  # on a busy host, `_look` may need more tries until a step ends
-    dog, reports = watchdog.Watchdog(0.5), logged_reports()
+    dog, reports, stepped = watchdog.Watchdog(0.5), logged_reports(), watchdog.threading.Event()
 
     def wait(_: float) -> bool:  # wait for five steps, because steps may be slow on a busy host
-        until = engine.steps + 5
-        while engine.steps < until and not dog.stopped.is_set():
-            time.sleep(0.001)
-        return dog.stopped.is_set()
+        for _step in range(0 if reports else 5):
+            stepped.clear()
+            stepped.wait()
+        return bool(reports)
 
     vars(dog.stopped)["wait"] = wait
-    thread = watchdog.threading.Thread(target=dog.run)
+    thread = watchdog.threading.Thread(target=dog.run, daemon=True)
     thread.start()
-    while not reports and engine.steps < 1_000_000:  # the main thread makes steps, as in EngineCore
+    while thread.is_alive() and engine.steps < 1_000_000:  # the main thread makes steps, as in EngineCore
         engine.step()
-    dog.stopped.set()
-    thread.join()
-    file = recording.read(Path(reports[0].rpartition(": ")[2]))
+        stepped.set()
+    (line,) = reports
+    file = recording.read(Path(line.rpartition(": ")[2]))
     (state,), (stacks,) = file.lines["state"], file.lines["stacks"]
     return {
-        "seconds": due(engine.step, 40), "line": reports[0], "reason": file.head["reason"], "events": len(file.entries),
+        "seconds": due(engine.step, 40), "line": line, "reason": file.head["reason"], "events": len(file.entries),
         "requests": [row["id"] for row in state["scheduler"]["requests"]], "stacks": stacks["text"],
     }  # fmt: skip
 
