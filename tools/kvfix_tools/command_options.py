@@ -25,9 +25,10 @@ def end(code: int | None, **_: Any) -> None:
 
 Json = Annotated[bool, flag("--json", "Print JSON.")]
 Names = list[str] | None
-Only = Annotated[Names, several("CODE|SLUG", "Apply only this fix (kvfix status --json lists CODE and SLUG)")]
-Skip = Annotated[Names, several("CODE|SLUG", "Leave out this fix (kvfix status --json lists CODE and SLUG)")]
-Plus = Annotated[Names, several("CODE|SLUG", "Apply this opt-in fix too (kvfix status --json lists CODE and SLUG)")]
+_LISTED = "(kvfix status --json lists CODE and SLUG)"
+Only = Annotated[Names, several("CODE|SLUG", f"Apply only this fix {_LISTED}")]
+Skip = Annotated[Names, several("CODE|SLUG", f"Leave out this fix {_LISTED}")]
+Plus = Annotated[Names, several("CODE|SLUG", f"Apply this opt-in fix too {_LISTED}")]
 MODES = "fix: apply the fixes. observe: also record events. check: also check the rules."
 #: Typer's settings for a command whose arguments are another command line, such as `vllm serve ...`.
 ANY_WORDS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
