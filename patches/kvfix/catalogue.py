@@ -97,6 +97,7 @@ def rows_of(fix: Fix, judge: Callable[[Target], Applicability] = applicability.j
 
 
 def _outcome(fix: Fix, decision: Decision) -> Applicability:
+    """Return the state in this process of the copy of the code that the decision is about."""
     if decision.outcome.state != "applicable":
         return decision.outcome
     if not fix.fixable:

@@ -114,6 +114,7 @@ def _without_user(url: str) -> str:
 
 
 def _without_values(words: str, pattern: re.Pattern[str]) -> str:
+    """Hide the value after each match of `pattern` whose group `name` is the name of a secret."""
     shown: list[str] = []
     done = 0
     found = pattern.search(words)

@@ -274,6 +274,8 @@ class WrappedFunction:
 
 
 def _for_some(guards: tuple[Function, ...], call: Function, others: Function) -> Function:
+    """Return a function that calls `call` if any guard returns true for the instance, and `others` if none does."""
+
     @functools.wraps(others)
     def chosen(*args: Any, **kwargs: Any) -> Any:
         chain = others

@@ -128,6 +128,7 @@ class Watchdog:
             return False
         look, stacks = self._look()
         found = standstill.verdicts([first, look])
+        # The state of this process comes after the states of the other processes.
         states = [{"kind": "state", **each} for each in reversed(look.processes)]
         path = violations.written(recorder.write, "standstill", None, [*states, *stacks])
         what = " The cause is not known: read the state and the stacks of the engine."

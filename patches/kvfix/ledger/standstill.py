@@ -128,6 +128,7 @@ def stands(looks: Sequence[Look], process: dict[str, Any]) -> bool:
 
 
 def _stands_in_hook(looks: Sequence[Look]) -> Iterator[Verdict]:
+    """Find processes that are in the same hook at every look while the engine makes no progress."""
     for process, engine in in_hooks(looks):
         hook = process["hook"]
         if not stands(looks, process) or (engine is not None and _blocks_on_lookups(engine, hook)):

@@ -11,7 +11,7 @@ class OwnTime:
 
     def __init__(self, functions: Iterable[Any]) -> None:
         self._outside, self._inside = Spent(), Spent()
-        #: This timer runs inside the timer `_inside`. The difference of the two times is the time that one timer takes.
+        #: This timer runs inside the timer `_inside`. The difference of the two times is the cost of one timer.
         self._within = Spent()
         for function in functions:
             function._function = timed(timed(function._function, self._within), self._inside)

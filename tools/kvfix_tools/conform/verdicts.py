@@ -244,5 +244,6 @@ def _short(value: Any) -> str:
 
 
 def _history(done: "Played", found: "Finding") -> list[str]:
+    """Return the last events of the finding's request, or of all requests if the finding has no request."""
     events = [each for each in done.log if not found.request or each[1].request in (found.request, "")]
     return [f"step {step}: {event.text()}" for step, event in events[-12:]]

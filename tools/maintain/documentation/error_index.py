@@ -96,7 +96,7 @@ def messages() -> str:
 
 
 def _about(entry: Entry) -> tuple[str, str]:
-    """Return the table cells "effect" and "what it is", from the entry's findings, or else from its first fix."""
+    """Return the second and third table cell: effect and title of the entry's findings, or else of its first fix."""
     effect = entry.severity.word if entry.severity else ""
     if len(entry.rules) == 1:
         return effect, f"{link(entry.rules[0].code, up='')} {entry.rules[0].title}"
