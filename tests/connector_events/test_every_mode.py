@@ -154,7 +154,7 @@ def test_the_report(folder: Path, played: dict[str, Any]) -> None:
     for part in (
         "kvfix: KVR002 promise-changed: request long\n  promised 256 where 0 was promised before",
         "in get_num_new_matched_tokens of LMCacheConnectorV1 (SCHEDULER), pid ",
-        "The rule: The connector promises the same number of tokens each time it is asked about the same state.",
+        "The rule: The connector promises the same number of tokens in each lookup of an unchanged request.",
         "lookup at 336 computed tokens promises 256, but hit 256 - computed 336 = -80: 0 is due",
         "contradicts this one:\n",
         "lookup at 336 computed tokens promises 0: hit 256 - computed 336 = -80, nothing to load",

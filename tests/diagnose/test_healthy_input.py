@@ -11,7 +11,7 @@ HEALTHY = (
     "healthy-0.5.6", "healthy-0.5.6-debug", "healthy-plain-0.5.6", "healthy-quiet-0.5.6", "healthy-disk-0.5.6",
     "mp-0.5.6", "mp-0.5.6.server",
 )  # fmt: skip
-WINDOWS = {20: 3, 50: 7, 100: 11, 200: 17}  # lines of an excerpt, and lines to the start of the next excerpt
+WINDOWS = {20: 3, 50: 7, 100: 11, 200: 17}  # {lines of an excerpt: lines from its start to the next start}
 ERRORS = (
     b"(APIServer pid=7) ERROR 11-21 10:01:10 [serving_chat.py:257] Error in preprocessing prompt inputs\n",
     b"[2026-11-21 10:01:10,123] LMCache ERROR: Failed to send heartbeat once (x.py:7:lmcache.v1.x)\n",

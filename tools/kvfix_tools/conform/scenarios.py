@@ -96,7 +96,7 @@ SCENARIOS = (
          do.run()]),
     Scenario("prefill-in-chunks", "stored", "A prompt is computed in several steps, and then loaded.",
         [do.store("a", prompt(300)), do.admit("b", prompt(300), 4), do.run()], options={"max_num_batched_tokens": 40}),
-    Scenario("two-prompts-at-once", "stored", "Two prompts are computed in the same steps, in turns.",
+    Scenario("two-prompts-at-once", "stored", "Each step computes a part of one prompt or of two prompts.",
         [do.admit("a", prompt(150), 20), do.admit("b", prompt(150, 1), 20), do.store("c", prompt(90, 2)),
          do.admit("d", prompt(150), 2), do.admit("e", prompt(150, 1), 2), do.admit("f", prompt(90, 2), 2), do.run()],
         options={"max_num_batched_tokens": 48}),

@@ -52,7 +52,7 @@ class Machine:
         return (self._root / "dev/nvidiactl").exists() or (self._root / "dev/dxg").exists()
 
     def _cgroup_limits(self) -> Iterator[tuple[int, str]]:
-        """Yield (limit, file) of this process's cgroup and its parents. In a container, /sys/fs/cgroup is its own."""
+        """Yield (limit, file) of this process's cgroup and the cgroups above, up to /sys/fs/cgroup itself."""
         for line in self._text("proc/self/cgroup").splitlines():
             number, _, rest = line.partition(":")
             controllers, _, path = rest.partition(":")

@@ -8,12 +8,12 @@ Cause: vLLM computes a request whose lookup timed out. When the request gets its
 deletes the lookup from the client (lmcache_async_lookup_client.py 0.5.6:251), although the lookup is still in flight.
 If vLLM preempts the request, LMCache starts a second lookup with this id, and cannot tell the lookups' replies apart.
 
-The client counts replies by id only. Once every worker seems to have replied, the client cleans up the first lookup and
-sends a third lookup. The client may then count replies to the second and the third lookup together, and the load begins
+The client counts replies by id only. With replies to both lookups, the count is complete too early, and the client
+sends a third lookup. The client may then count late replies to the second lookup for the third, and the load begins
 early. A worker that has not fetched its chunks dies. If no worker dies, the chunks of the third lookup leak.
 
-Fix: The client keeps a timed-out lookup until LMCache cleans up the lookup. So KVF011 (another fix) returns
-0 tokens, and the client sends no second lookup.
+Fix: The client keeps a timed-out lookup until LMCache cleans up the lookup. Another fix, KVF011,
+returns 0 tokens for this lookup, and the client sends no second lookup.
 - Releases: LMCache 0.3.10 to 0.5.6, with `enable_async_loading`.
 - Remove when: `clear_lookup_status` does not delete a lookup in `aborted_lookups`, or each lookup has an id of its own.
 """

@@ -52,7 +52,7 @@ def fix_read(backend: Any, key: Any, buffer: Any, path: str) -> Steps:
     if bytes(end) == mark:
         if entry is not None:  # LMCache deletes the entry of a missing file, but read_file's caller needs the entry
             backend.dict.setdefault(key, entry)
-    elif os.path.getsize(path) >= size:  # a short file may overwrite some random bytes
+    elif os.path.getsize(path) >= size:  # a slightly short file overwrites a part of the mark
         _READS.short -= 1
 
 

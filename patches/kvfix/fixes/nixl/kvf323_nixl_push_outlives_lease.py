@@ -21,8 +21,8 @@ from kvfix.fixes.api import GO_ON, NIXL_BASE_WORKER, NIXL_PUSH_WORKER, Any, Fix,
 
 #: The writer thread and the thread that runs the worker's hooks hold this lock only briefly.
 _lock = threading.Lock()
-#: Attributes of a worker. _BEGINNING: requests whose write is starting. _OVER: requests whose lease has ended, at most
-#: the last _MOST.
+#: _BEGINNING: a worker's attribute with the requests whose write is starting. _OVER: its attribute with the requests
+#: whose lease has ended. The worker keeps the newest 4,096 of them.
 _BEGINNING, _OVER, _MOST = "_kvfix_beginning", "_kvfix_over", 4096
 
 
@@ -40,7 +40,7 @@ def _reap_expired_send_leases(worker: Any, done_sending: set[str]) -> Steps:
         open_before = list(leases)
         now = _nixl.now()
         if any(until <= now for until in kept.values()):
-            note(__name__, "blocks that are written are kept beyond their lease")
+            note(__name__, "blocks that a write still reads are kept after their lease")
         try:
             yield
         finally:

@@ -51,15 +51,15 @@ SCENARIOS = {
         needs={"lmcache": ">=0.3.11"},  # in 0.3.10 the engine dies when the request resumes
     ),
     "async-given-up-of-one-rank": scenario(
-        # The client counts answers per request id. The late answer of the second rank to lookup 2 completes lookup 3.
+        # The client counts answers per request id: a late answer to the second lookup counts for the third lookup.
         [do.stored_elsewhere(prompt(256)), do.lookups_fail(1), do.admit("r", prompt(300), max_tokens=5)],
         [TIMED_OUT, do.preempt("r"), do.reset_prefix_cache()],
         do.step(),  # match(0): the lookup is sent, and answered by both ranks
         do.slow_lookups(3),  # the second rank answers later
-        doc="The lookup of one of two ranks times out, the request is preempted, and a worker dies at its load.",
+        doc="One of two ranks answers a lookup late, the request is preempted, and a worker dies when it loads.",
         shows="KVR011 is not done or not found",
         options=Options(lmcache=FETCH, max_num_batched_tokens=512, ranks=2),
-        # up to LMCache 0.3.15 the second rank does not clean up; vLLM before 0.32 was not tested with several ranks
+        # up to LMCache 0.3.15, only the first rank releases chunks; vLLM before 0.32 was not tested with two ranks
         needs={"lmcache": ">=0.4.1", "vllm": ">=0.32"},
     ),
     "async-late-answer-left": asynchronous(
@@ -114,7 +114,7 @@ SCENARIOS = {
         # LMCache has evicted 256 tokens. vLLM still caches these tokens, but has too few free blocks for the request.
         # Later, other requests take the blocks of the 256 tokens. LMCache then loads fewer tokens than it promised.
         [do.serve("before", prompt(300)), do.evict(9), do.keep_blocks(20)],  # these 20 blocks include the cached prefix
-        [do.admit("r", prompt(600)), do.step()],  # match(288): LMCache counts 256 computed tokens as its hit
+        [do.admit("r", prompt(600)), do.step()],  # match(288): LMCache counts the first 256 tokens as a hit
         [do.keep_blocks(0), do.step()],  # match(0): the lookup cache promises 256
         do.free_blocks(),
         shows="LAB002",
@@ -132,7 +132,7 @@ SCENARIOS = {
         # LMCache stores one chunk. The next step computes one more token, in block 22. When the request is preempted,
         # its 21 full blocks stay in the prefix cache. While too few blocks are free, vLLM asks in every step. A lookup
         # answers the first call with 0. The lookup cache answers the later calls.
-        # "other" has 637 of the 659 usable blocks. The 637 blocks are full after the third of its six generated tokens.
+        # "other" has 637 of the 659 usable blocks. They are full after "other" has generated three tokens.
         [do.admit("other", prompt(10190, seed=1), max_tokens=6), do.step()],
         [do.admit(LONG, prompt(10009, seed=2), max_tokens=2), do.budget(1 + 336), do.step(), do.budget(1 + 1)],
         do.step(),  # the long request gets the last free block as its 22nd block
@@ -152,7 +152,7 @@ SCENARIOS = {
         do.step(),  # match(800): answered by a lookup
         do.step(),  # match(800): answered from the lookup cache
         do.free_blocks(),
-        doc="The lookup cache promises a hit without subtracting computed tokens: their sum exceeds the request.",
+        doc="The lookup cache promises the whole hit: hit and computed tokens together exceed the request.",
         shows="KVR001",
         options=LARGE(),
     ),
