@@ -61,16 +61,16 @@ app.command("mcp", rich_help_panel=COMMANDS["mcp"])(mcp_server.serve)
 _PID = "Process ID of the engine. kvfix includes all child processes of this process."
 Pid = Annotated[int, typer.Argument(metavar="PID", help=_PID)]
 Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")]
-Wait = Annotated[float, value("SECONDS", "Wait at most this long for the end of a step.")]
-_AUDIT = """With --mode check or strict: vLLM recomputes this fraction of the hits, 0 to 1, and kvfix compares the
+Wait = Annotated[float, value("SECONDS", "Wait at most this long for the end of a step (--idle: of all requests).")]
+_AUDIT = """Only with --mode check or strict. vLLM recomputes this fraction (0 to 1) of the hits. kvfix compares the
 result with the cached KV."""
 _SYMPTOM = "Describe the symptom, or name a file with the description."
 _LAUNCHED = "The command that you will launch: vllm serve ..., lmcache server ..."
 _SERVER = "Read the options and the release of the LMCache server from its HTTP port."
-_FAIL_ON = """certain: exit 1 if a finding is certain. crash, wrong, hang, leak, slow or risk (worst first): exit 1 if a
-finding has this effect or a worse one."""
+_FAIL_ON = """certain: exit 1 if a finding is certain. crash, wrong, hang, leak, slow, risk (worst first): exit
+1 if a finding has the given effect or a worse one."""
 _ISSUE = "Write a bug report to post, with versions, settings, a summary of the log, and links to known issues."
-_DECODE = "Address of a decode instance, if URL is a router of prefill and decode."
+_DECODE = "Address of a decode instance, if URL is a router in front of prefill and decode instances."
 
 
 @app.callback()
@@ -85,7 +85,7 @@ def run(
     only: Only = None,
     skip: Skip = None,
     plus: Plus = None,
-    layers: Annotated[bool, flag("--layers", "Also record hooks that run once per layer. Not in mode fix.")] = False,
+    layers: Annotated[bool, flag("--layers", "Also record hooks that run once per layer (no mode fix).")] = False,
     audit: Annotated[float, typer.Option(help=_AUDIT)] = 0,
 ) -> int:
     """Run a program, such as `vllm serve` or `lmcache server`, with the fixes in all its processes.
@@ -122,7 +122,7 @@ def explain(name: Annotated[str, typer.Argument(metavar="CODE|SLUG")], json: Jso
 
 @app.command(rich_help_panel=COMMANDS["search"])
 def search(text: Annotated[str, typer.Argument(metavar="TEXT|FILE|-", help=_SYMPTOM)], json: Json = False) -> None:
-    """Show the three fixes, known problems or rules that best match a symptom, and how to confirm each of them."""
+    """Show the three best matches for a symptom (fixes, known problems or rules), and how to confirm each."""
     from kvfix_tools import search
 
     raise typer.Exit(search.search(text, json))
@@ -134,7 +134,7 @@ def replay(
     router: Annotated[Path | None, value("LOG", "Also read this log of the router in front of the engines.")] = None,
     json: Json = False,
 ) -> None:
-    """Check the recorded events in recorder files or in bundles (kvfix dump). Exit 1 if they violate a rule.
+    """Check the events in recorder files, or in bundles that kvfix dump wrote. Exit 1 if they violate a rule.
 
     Print the history of each violation. Files may come from several processes, ranks and nodes.
     """
@@ -149,7 +149,7 @@ def dump(
     out: Annotated[Path, value("DIR", "Write the bundle into this folder.", "-o")] = Path(),
     json: Json = False,
 ) -> None:
-    """Save the stacks of a running or hung engine, and the events that kvfix recorded there, as one tar.gz.
+    """Write one tar.gz with the stacks of a running or hung engine, and the events that kvfix recorded in it.
 
     Exit 0: the bundle is written. 77: the bundle is written, but kvfix could read no process of the engine.
     """
@@ -169,7 +169,8 @@ def look(
 ) -> None:
     """Show why a running engine makes no progress, and what to do. The engine may run without kvfix.
 
-    Exit 0: no problem. 1: a problem; with --core, a thread was in a connector hook. 77: not readable, or no PyStack.
+    Exit 0: no problem. 1: a problem. With --core, 1 means that a thread was in a connector hook.
+    77: kvfix may not read the process, or PyStack is missing (only for --core).
     """
     from kvfix_tools.look import command
 
@@ -186,7 +187,7 @@ def attach(
     mode: Annotated[str, typer.Option(help=MODES)] = "fix",
     only: Only = None,
     plus: Plus = None,
-    idle: Annotated[bool, flag("--idle", "Wait until the engine has no request.")] = False,
+    idle: Annotated[bool, flag("--idle", "Apply the fixes only when the engine has no request.")] = False,
     wait: Wait = 60.0,
     json: Json = False,
 ) -> None:

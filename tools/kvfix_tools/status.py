@@ -38,11 +38,11 @@ _TYPE = {
 }
 _PID_OR_FIX = "PID: show the fixes that are applied in this running engine. KVF...: show only the rows of these fixes."
 _CONNECTOR = "Show only the bugs of these connectors. Default: $KVFIX_CONNECTOR."
-_OF_TRANSFER = "Show only the bugs of the connectors in this value of vLLM's --kv-transfer-config."
+_OF_TRANSFER = "The value of vLLM's --kv-transfer-config: show only the bugs of its connectors."
 _EFFECT = "Show rows of one effect: wrong-output, crash, hang, leak or lost-hits."
-_PROBE = "Import vLLM and LMCache, and test bugs whose presence is unknown."
-_RELEASED = """Download the newest LMCache and vLLM with pip. Compare the functions that fixes change with the releases
-that kvfix knows. List each fix whose functions differ or cannot be compared. Exit 1: a fix is listed."""
+_PROBE = "Import vLLM and LMCache. If the presence of a bug is unknown, test for the bug."
+_RELEASED = """Download the newest LMCache and vLLM with pip. For each function that kvfix patches, compare the new code
+with the releases that kvfix knows. List the fixes whose functions differ or cannot be compared. Exit 1: any is listed."""
 
 
 class Selected(NamedTuple):
@@ -64,7 +64,10 @@ def status(
     probe: Annotated[bool, typer.Option(help=_PROBE)] = False,
     released: Annotated[bool, flag("--released", _RELEASED)] = False,
 ) -> int:
-    """Show the known bugs of the installed code. Exit 1: the code has a bug, or may have one (except opt-in)."""
+    """Show the known bugs of the installed code. Exit 1: the code has a bug, or may have one.
+
+    Bugs that only an opt-in fix repairs do not change the exit code.
+    """
     names = names or []
     if len(names) == 1 and names[0].isdigit():
         from kvfix_tools.look import attach

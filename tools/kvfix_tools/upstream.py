@@ -68,10 +68,10 @@ def show(json: Json = False) -> int:
 
 @app.command()
 def export(
-    name: Annotated[str, typer.Argument(metavar="CODE|SLUG", help="A fix in kvfix upstream list.")],
+    name: Annotated[str, typer.Argument(metavar="CODE|SLUG", help="A fix that kvfix upstream list shows.")],
     folder: Annotated[Path, value("DIR", "Write into this folder.", "-o", "--output")] = Path("."),
 ) -> int:
-    """Write a fix and its test as a patch for `git am`. The sign-off has your name from git config."""
+    """Write the patches of a fix (one per project and release) for `git am`. The sign-off has your name from git."""
     known = catalogue.find(name)
     wanted = [row for row in ready() if known is not None and row.code == known.code]
     if not wanted:

@@ -32,9 +32,9 @@ def conform(
     connector: Annotated[str, typer.Argument(metavar="MODULE:CLASS", help=_CONNECTOR)],
     config: Annotated[str, value("JSON", _CONFIG)] = "{}",
     lose: Annotated[str, value("MODULE:FUNCTION", _LOSE)] = "",
-    seconds: Annotated[float, typer.Option(help="Seconds to play random schedules, after the scenarios.")] = 30.0,
+    seconds: Annotated[float, typer.Option(help="Seconds for random schedules, after the fixed scenarios.")] = 30.0,
     seeds: Annotated[str, value("A:B", "Draw schedules with these seeds.")] = "0:100000",
-    fixes: Annotated[bool, typer.Option(help="Apply kvfix's fixes of vllm.v1.core, or no fix.")] = True,
+    fixes: Annotated[bool, typer.Option(help="Apply kvfix's fixes for vllm.v1.core, or no fix.")] = True,
     json: Json = False,
     junit: Annotated[Path | None, value("FILE", "Write JUnit XML.")] = None,
 ) -> int:

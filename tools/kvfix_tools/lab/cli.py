@@ -30,12 +30,12 @@ _CONNECTOR = f"""Play this connector: {", ".join(CONNECTORS)}. v1: LMCacheConnec
 mp-in-tree: vLLM's copy of mp. Two connectors in a MultiConnector: nixl-multi (nixl-pull and v1), nixl-push-multi
 (nixl-push and v1), mooncake-multi (mooncake and v1), nixl-offload (nixl-pull and offloading)."""
 _SERVER = "lab: use the lab's stand-in for the server. real: start a real `lmcache server` (mp only)."
-_TRANSFERS = "lab: NIXL is simulated. real: use NIXL, and compare it with the simulation."
-_MODE = "fix: apply the fixes. check: also check the rules, as kvfix run --mode check does."
-_FIXES_IN = """Choose the engines with the fixes. both: all engines. prefill, decode: this engine (NIXL, Mooncake). one:
-the first of two engines with a shared cache (v1, mp). If not both: use --mode fix; seeds that also fail without fixes
-do not count."""
-Fixes = Annotated[bool, typer.Option(help="Play with the fixes of kvfix, or with LMCache and vLLM as released.")]
+_TRANSFERS = "lab: NIXL is simulated. real: use NIXL, and compare it with the simulation. Exit 77: NIXL is missing."
+_MODE = "fix: apply the fixes. check: kvfix also checks its rules in the engine, as with kvfix run --mode check."
+_FIXES_IN = """both: all engines have the fixes. prefill or decode: only this engine has them (NIXL, Mooncake). one: two
+engines share a cache, and only the first has the fixes (v1, mp). All values except both need --mode fix. A seed then
+counts only if it does not fail without fixes."""
+Fixes = Annotated[bool, typer.Option(help="Apply the fixes of kvfix, or play LMCache and vLLM as released.")]
 
 
 @app.command("list")
@@ -83,15 +83,15 @@ def fuzz_connector(
     fixes: Fixes = True,
     mode: Annotated[Literal["fix", "check"], typer.Option(help=_MODE)] = "fix",
     fixes_in: Annotated[str, typer.Option(help=_FIXES_IN)] = "both",
-    plain: Annotated[bool, typer.Option(help="Use vLLM's defaults. Play no abort, failed load or eviction.")] = False,
+    plain: Annotated[bool, typer.Option(help="Use LMCache's defaults. Play no faults and no aborts.")] = False,
     shrink: Annotated[float, value("SECONDS", "Search this long for a shorter schedule. 0: do not search.")] = 20.0,
     jobs: Annotated[int, typer.Option(min=1, metavar="N", help="Use this many processes.")] = 1,
     notes: Annotated[Path | None, value("FILE", "Note progress in this file, and continue from it.")] = None,
-    save: Annotated[Path | None, value("DIR", "Write each minimal schedule into this folder.")] = None,
+    save: Annotated[Path | None, value("DIR", "Write the shortest schedule of each violation here.")] = None,
     lmcache_path: LMCachePath = None,
     json: Json = False,
 ) -> None:
-    """Play random schedules. Exit 1: a rule is violated. 2: wrong options, or nothing was tested. 77: no NIXL."""
+    """Play random schedules. Exit 1: a rule is violated. 2: wrong options, or nothing was tested."""
     with _refusing("fuzz"):
         first, _, last = seeds.partition(":")
         drawn = range(int(first), int(last) if last else int(first) + 1)
@@ -174,15 +174,15 @@ def replay_recording(
 @app.command("continue")
 def continue_state(
     file: Annotated[Path, typer.Argument(help="A file that `kvfix look --save` or kvfix's watchdog wrote.")],
-    save: Annotated[Path | None, value("FILE", "Write the shortest schedule that is stuck.")] = None,
+    save: Annotated[Path | None, value("FILE", "Write the shortest schedule that leads to stuck requests.")] = None,
     shrink: Annotated[float, value("SECONDS", "Search this long for a shorter schedule.")] = 45.0,
     lmcache_path: LMCachePath = None,
     json: Json = False,
 ) -> None:
-    """Rebuild an engine's state, and continue it without and with the fixes. Exit 1 if the run without fixes fails.
+    """Rebuild an engine's state, and run on from it: once without fixes, once with fixes. Exit 1: the first run fails.
 
-    A run fails if it is stuck or violates a rule. If the run without fixes is stuck, the lab repeats it up to 20 times.
-    Each repetition aborts another waiting request. The output names each request whose abort lets all others end.
+    A run fails if it is stuck or violates a rule. If the first run is stuck, the lab repeats the run up to 20 times.
+    Each repetition aborts one waiting request. If all other requests then end, the output names the aborted request.
     """
     with _refusing("continue", file):
         runner.prepare(lmcache_path)

@@ -38,24 +38,24 @@ def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(
         prog="kvfix roundtrip",
         description="Copy labelled KV to host memory and back, and check every byte.",
-        epilog="Exit codes: 0 every byte is right, 1 a byte is wrong or a case crashed, 2 usage error, 77 no check.",
+        epilog="Exit codes: 0 every byte is right, 1 a byte is wrong or a case crashed, 2 usage error, 77 no test ran.",
     )
     add = options.add_argument
-    backend = "test these copy routines (see --list); default: all except engine-*; with --inject or --race: torch"
+    backend = "test these copy routines (see --list); default: all except engine-* (--inject, --race: torch)"
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="use this device; auto: CUDA if present")
     add("--backend", nargs="+", metavar="NAME", help=backend)
     for name, values in AXES.items():
         free = name in ("tokens", "block", "chunk", "heads")
-        skip = "tokens to skip at the start of a load (part: half a block + 1; chunk: 1 chunk + half a block)"
+        skip = "test only loads that skip this many tokens (part: half a block + 1; chunk: 1 chunk + half a block)"
         shown = f"{skip if name == 'skip' else 'test only these values'}; default: {', '.join(values)}"
         add(f"--{name}", nargs="+", metavar="VALUE", choices=None if free else values, help=shown)
-    add("--layers", type=int, default=3, help="set the layers of the KV cache (default: 3)")
-    add("--head-size", type=int, default=32, help="elements of a head; its bytes must be a multiple of 8 (default: 32)")
+    add("--layers", type=int, default=3, help="number of layers of the KV cache (default: 3)")
+    add("--head-size", type=int, default=32, help="elements per head (default: 32); a head has a multiple of 8 bytes")
     add("--full", action="store_true", help="test every combination, not only every pair of values")
     add("--race", nargs="*", metavar="NAME", help=f"test only races; without a NAME: {', '.join(races.RACES)}")
     add("--gib", type=float, help="copy this many GiB to measure the speed, 0 for none (default: 4 on CUDA, else 1/32)")
     add("--seed", type=int, default=0, help="draw slots and values with this seed (default: 0)")
-    add("--inject", choices=tuple(FAULTS), help="plant this fault, which the test must find")
+    add("--inject", choices=tuple(FAULTS), help="plant this fault; exit 1 shows that the test found it")
     add("--no-fixes", action="store_true", help="test LMCache and vLLM as released, without the fixes of kvfix")
     add("--json", action="store_true", help="print JSON")
     add("--list", action="store_true", help="list the backends, and the packages or devices that they lack here")
