@@ -1,4 +1,4 @@
-"""Help tests to play schedules without injected faults. A fix or a patch must not change the events of a schedule."""
+"""Help tests play schedules without injected faults. Only fixes in `changing` may change events of these schedules."""
 
 from importlib import import_module
 from typing import Any

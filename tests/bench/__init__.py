@@ -1,4 +1,4 @@
-"""`make bench` runs the other modules of this folder (__main__.py)."""
+"""`make bench` runs __main__.py, which runs the other modules of this folder."""
 
 from math import inf
 from typing import NamedTuple

@@ -1,8 +1,7 @@
-"""Measure the time and memory that the lab takes to play schedules, and the time of `shrink` (fuzz.py).
+"""Measure the time and memory that `kvfix lab fuzz` needs to play random schedules, and to shrink a schedule.
 
-The lab runs with all checks, on one core. Imports do not count. The bench divides the lab's time by the time that
-vLLM's scheduler takes with LMCache's connector for the same steps. The bench divides the time to shrink a schedule by
-the time to play the schedule once.
+The lab runs with all checks, on one core. Imports do not count. The bench divides the lab's time by the time of vLLM's
+scheduler and LMCache's connector for the same steps. The time of a shrink is divided by the time of one play.
 """
 
 from collections.abc import Iterator

@@ -2,7 +2,7 @@
 
 No look may find anything wrong. All rounds send the same requests, and must get equal answers. The engine and `kvfix
 look` have one core each, and the engine has one thread for kernels. The bench measures how long a look stops a thread
-of the engine, without waits for a core. If the looker's processor time is longer, the bench counts the processor time.
+of the engine, without waits for a core. If the looker uses more processor time during a stop, that time counts instead.
 The bench also measures the processor time of the code that `kvfix look` runs in the engine's main thread.
 """
 

@@ -1,4 +1,4 @@
-"""Measure `vllm serve` with LMCache on the CPU, and eight clients at a time, as in the first bug report.
+"""Measure `vllm serve` with LMCache on the CPU. Eight clients send requests at the same time.
 
 vLLM preempts requests, because prompts are random, blocks are few, and prefill is chunked. A server in mode `strict`
 must answer every request. Then the clients ask three servers in turn: without kvfix, in mode `fix`, in mode `check`. A
@@ -38,7 +38,7 @@ SIZES = {"num-gpu-blocks-override": 33, "max-num-batched-tokens": 352}
 PREEMPTIONS = "vllm:num_preemptions_total"
 #: For each mode, the maximum percentage of the requests' time that kvfix may take.
 BUDGET = {"fix": 1, "check": 3}
-#: All orders of the servers, because a server that has just run is faster than a server that has rested.
+#: The servers take turns in all orders, because a server that has just run is faster than a server that has rested.
 ORDERS = list(permutations(("", *BUDGET)))
 
 
@@ -88,7 +88,7 @@ def ask(server: Server, prompts: int, seed: int) -> tuple[int, float]:
 
 
 def own_seconds(server: Server) -> float:
-    """Return the seconds that all wrappers in the server's EngineCore have taken."""
+    """Return the seconds that all of kvfix's wrappers in the server's EngineCore have taken."""
     lines = [json.loads(line) for file in server.folder.glob("report.*") for line in file.read_text().splitlines()]
     return max((line["seconds"] for line in lines if line["what"] == "own"), default=0.0)
 

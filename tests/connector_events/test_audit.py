@@ -1,4 +1,4 @@
-"""Test the audit, which compares a hit's KV with KV that vLLM computes. tests/engine/test_audit.py runs engines."""
+"""Test the audit, which compares a hit's KV with KV that vLLM computes. tests/engine/test_audit.py audits engines."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -59,7 +59,7 @@ NAN = float("nan")
         (4.0, {"k1": NAN}, (1, "K", 1, 1e9), True),
         (0.0, {"k1": 1.0}, (1, "K", 1, 1e9), True),
         (0.0, {}, (0, "K", 0, 0.0), False),
-        (NAN, {"k1": NAN}, (0, "K", 0, 0.0), False),  # this is not wrong, because vLLM itself computed NaN
+        (NAN, {"k1": NAN}, (0, "K", 0, 0.0), False),  # not wrong, because the KV that vLLM computed is NaN
     ],
 )
 def test_the_difference_is_a_share_of_the_norm(of: float, off: dict[str, float], found: Any, is_wrong: bool) -> None:

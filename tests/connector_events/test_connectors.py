@@ -101,7 +101,7 @@ def test_every_hook_of_every_connector_is_watched_once(outcomes: dict[str, Any])
 
 @answers([[128, 128, 128], [None, 128, 0], [128, 128, 128], [[], 128]])
 def test_an_unhealthy_adapter_has_no_hit_whatever_it_has_found() -> list[Any]:
-    """The server answers, is silent, then answers again. Each time, return hit, found tokens and promised tokens."""
+    """The server answers, is silent, then answers again. For each state, return hit, found and promised tokens."""
     engine, said = late.LabEngine(Options(connector="mp", delay=0)), []
     engine.do("stored_elsewhere", prompt(128))
     engine.keep_blocks(0)

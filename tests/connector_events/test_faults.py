@@ -1,4 +1,4 @@
-"""An error in any part of kvfix.connector_events changes no decision of the scheduler, and gives one log line."""
+"""An error in any part of kvfix.connector_events changes no decision of the scheduler, and causes one log line."""
 
 import os
 import signal

@@ -52,7 +52,7 @@ def lose_aborts(pair: Any) -> None:
 
 
 def recorded(fault: str, seconds: float = 0.0, connector: str = "nixl-pull") -> str:
-    """Play a pair with this fault, if any, then `seconds` without requests. Return the text of the recorder file."""
+    """Play a prefill and a decode engine with this fault, then `seconds` without requests. Return the recorder file."""
     os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-test-")
     from kvfix_tools.lab.engine.lab_engine import STEP
 
@@ -82,7 +82,7 @@ def recorded(fault: str, seconds: float = 0.0, connector: str = "nixl-pull") -> 
 
 @pytest.fixture
 def files(request: pytest.FixtureRequest, once: Once, tmp_path: Path) -> dict[str, Path]:
-    """Return one recorder file for each engine of a pair. The parameter of a test has the arguments of `recorded`."""
+    """Return one recorder file for each engine of a pair. A test's parameter has the arguments for `recorded`."""
     text = once(recorded, RELEASES / "0.5.6", *getattr(request, "param", ("",)))
     lines: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines()]
     files = {}

@@ -1,14 +1,14 @@
 """Apply kvfix, start vLLM and generate tokens, as a user's program does: `python serve.py JOB.json`.
 
 The JSON file has these fields:
-- `out`: file for the results; `apply`: mode of kvfix, or None; `model`: folder of the model
-- `transfer`: kv_transfer_config; `engine`: arguments of vLLM's class LLM
-- `rounds`: a list of requests for each round. A request is (prompt, number of tokens to generate). A number N in place
-  of a prompt stands for the prompt and the answer of request N in the previous round.
-- `before`: a list of calls for each round number. The program makes the calls before the round. A call is a list: the
-  name of a function of this module, then the arguments after the engine.
-- `config` (optional): changes of the model; `counters` (optional): names of vLLM's counters to return
-- `calm`, `hard` and `flags` replace `rounds` (see `until_told()`)
+- `out` is the file for the results. `apply` is the mode of kvfix, or None. `model` is the folder of the model.
+- `transfer` is the kv_transfer_config. `engine` has the arguments of vLLM's class LLM.
+- `rounds` has a list of requests for each round. A request is (prompt, number of tokens to generate). A number N, in
+  place of a prompt, stands for the prompt and the answer of request N in the previous round.
+- `before` has a list of calls for each round number. The program makes the calls before the round. A call is a list of
+  the name of a function of this module, and the function's arguments after `engine`.
+- `config` (optional) has changes of the model. `counters` (optional) has the names of vLLM's counters to return.
+- `calm`, `hard` and `flags` replace `rounds` (see `until_told()`).
 """
 
 import json
@@ -54,7 +54,7 @@ def main(job: dict[str, Any]) -> None:
 
 
 def until_told(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """Run rounds until the folder `flags` has a file `stop`. A file `hard` makes rounds send `hard`, not `calm`."""
+    """Run rounds until the folder `flags` has a file `stop`. With a file `hard`, a round sends `hard`, not `calm`."""
     folder, rounds, preempted = Path(job["flags"]), list[tuple[str, list[list[int]]]](), 0
     while not (folder / "stop").exists():
         kind = "hard" if (folder / "hard").exists() else "calm"

@@ -24,8 +24,8 @@ from tests.engine.start import CROWD, ENGINE, Ran, prompt
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 DRAFTS, ACCEPTED = "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens"
-ANSWERS = [(prompt(200, seed), 70) for seed in range(21, 25)]  # a prompt fills three chunks, the answer a fourth
-#: Two rounds send ANSWERS. In the third round, each prompt is a prompt of ANSWERS and the model's answer.
+ANSWERS = [(prompt(200, seed), 70) for seed in range(21, 25)]  # each prompt fills three chunks, its answer a fourth
+#: Two rounds send ANSWERS. A prompt of the third round is a prompt of ANSWERS, followed by the model's answer to it.
 TURNS = [ANSWERS, ANSWERS, [(each, 8) for each in range(len(ANSWERS))]]
 NGRAM: dict[str, Any] = {
     "rounds": TURNS,
@@ -109,7 +109,7 @@ def assert_loaded(ran: Ran, plain: Ran, ranks: int = 1) -> None:
     assert scheduled["due"] >= scheduled["granted"] >= 192 * sum(map(len, rounds[1:]))
     for rank in workers:
         assert rank["due"] == scheduled["due"]
-        assert rank["loaded"] in (0, rank["due"])  # 0: in process, kvfix records no Loaded event
+        assert rank["loaded"] in (0, rank["due"])  # 0: for LMCache in process, kvfix records no Loaded event
     if not scheduled["loaded"]:
         assert sum(line["tokens"] for line in ran.notes if line["what"] == "load") >= ranks * scheduled["due"]
 
@@ -133,7 +133,7 @@ def test_two_ranks(place: str, engines: Engines) -> None:
 
 
 def test_sliding_windows(engines: Engines) -> None:
-    """Negative control: if chunks in L2 exchange their bytes before the third round, the answers change."""
+    """Negative control: the test swaps the bytes of chunks in L2 before the third round, and the answers change."""
     third = {**WINDOWS, "rounds": [*WINDOWS["rounds"], CROWD]}
     ran = engines.on_server("windows", third, mix_before=2, mp_transfer_mode="lmcache_driven")
     assert "group_tokens_per_block=[32, 32, 32]" in ran.log

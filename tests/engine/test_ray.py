@@ -30,7 +30,7 @@ RAY = {"KVFIX_TEST_RAY": "1", "RAY_AUTH_MODE": "disabled", "RAY_worker_niceness"
 
 @contextmanager
 def cluster(folder: Path) -> Iterator[tuple[str, list[int]]]:
-    """Yield the address and the nodes' pids. Retry if a node needs over 30 s (ray/_private/node.py 2.60.0:428)."""
+    """Yield the address and the nodes' pids. Retry if a start takes over 30 s (ray/_private/node.py 2.60.0:428)."""
     for _ in range(3):
         with ExitStack() as stack:
             sockets, port = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvfix-ray-")), free_port()
@@ -91,7 +91,7 @@ def test_two_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     engine = ran.assert_healthy(RANKS)
     assert engine.missing == []
     assert all(compared.pairs for compared in engine.compared.values())
-    # Each dump has all processes of the engine, although some processes are not children of the dumped process.
+    # Each of the two dumps has the scheduler's process, and the workers below both Ray nodes.
     for found in dumps:
         rows = {row["pid"]: row for row in found["processes"]}
         assert len({rank for row in rows.values() for rank in row["ranks"]}) == RANKS + 1, found

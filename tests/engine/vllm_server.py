@@ -43,7 +43,7 @@ Request = tuple[list[int], int]
 
 
 class Server:
-    """A vLLM server with this mode of kvfix ("": no kvfix). transfer: kv_transfer_config as a dictionary or a text."""
+    """A vLLM server. mode: kvfix's mode, or "" for no kvfix. transfer: kv_transfer_config as a dictionary or a text."""
 
     def __init__(
         self, folder: Path, transfer: dict[str, Any] | str | None, mode: str, options: Sequence[str] = (),

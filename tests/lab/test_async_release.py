@@ -256,7 +256,7 @@ def test_a_load_leaves_the_pins_of_other_requests() -> list[int]:
 SHORT = [
     (False, 0, 64, ["dies", 0]), (False, 2, 64, [[], 2]), (["KVF026"], 0, 64, [[0, 1, 2, 3], 0]),
     (True, 2, 64, [[2, 3], 2]), (True, 4, 64, [[], 4]),
-    # One of two hit chunks is gone, so later chunks are computed from wrong KV. KVF026 alone does not prevent stores.
+    # One of two hit chunks is gone, so later chunks are computed from wrong KV. With KVF026 alone, LMCache stores them.
     (["KVF026"], 1, 32, [[1], 4]), (True, 1, 32, [[1], 1]),
 ]  # fmt: skip
 

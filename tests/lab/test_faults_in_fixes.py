@@ -1,4 +1,4 @@
-"""With errors in a fix, no outcome is worse than without fixes. `python -m tests.lab.faults 100` raises more errors."""
+"""If a fix raises, no outcome is worse than without fixes. `python -m tests.lab.faults 100` raises more errors."""
 
 from kvfix import catalogue, wrapping
 from tests.conftest import RELEASES, Once, answers

@@ -81,7 +81,7 @@ def test_a_thread_that_waits_for_a_lock_of_python_is_left_alone() -> None:
 
 
 def test_a_file_is_read_once_for_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library of 20 MB has a path below `/proc/PID/root` for each process. All these paths are one file."""
+    """The same library of 20 MB has a different path for each process (`/proc/PID/root/...`), but is one file."""
     contents = []
     exported = other_process._exported
     monkeypatch.setattr(other_process, "_SYMBOLS", {})
@@ -174,7 +174,7 @@ def test_a_process_that_ends_meanwhile() -> None:
 
 
 def test_the_process_survives_the_end_of_kvfix_look(tmp_path: Path) -> None:
-    """If `kvfix look` ends during a call, the called process lives on. A breakpoint without a tracer would end it."""
+    """If `kvfix look` ends during a call, the process survives. A breakpoint without a tracer would end the process."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     code = "import sys; from kvfix_tools.look import inject; inject.run(int(sys.argv[1]), sys.argv[2], seconds=60)"

@@ -138,7 +138,7 @@ def test_what_cannot_be_moved_is_not_stored_and_not_loaded() -> dict[str, Any]:
 @pytest.mark.parametrize("fixed", [False, True])
 @answers(True)
 def test_kvf021_leaves_stored_chunks_readable(fixed: bool) -> bool:
-    """A chunk that was stored without KVF021 loads right with KVF021. Here a block has as many tokens as heads."""
+    """KVF021 correctly loads a chunk that was stored without KVF021. The blocks have as many tokens as heads."""
     operations = import_module(kvf021.FIX.targets[-1].module)
     function = operations.single_layer_kv_transfer
     load = kvf021.fix(operations)(function) if fixed else function

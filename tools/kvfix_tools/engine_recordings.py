@@ -83,7 +83,7 @@ class Compared(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Engine:
-    """One connector of one replica. scheduler: None if it was not recorded. ranks: number of ranks, 0 if unknown."""
+    """One replica of an engine, with one connector. scheduler: None if not recorded. ranks: 0 if unknown."""
 
     name: str
     connector: str
@@ -230,7 +230,7 @@ def _key(event: ev.LoadDue | ev.Stored) -> tuple[str, ...]:
 
 
 def _anchors(due: list[tuple[str, ...]], started: list[tuple[str, ...]]) -> list[tuple[int, int]]:
-    """Return index pairs of equal events. If the orders differ, the recordings are of two engines: return []."""
+    """Return index pairs of equal events. Return [] if the orders differ, as in recordings of two engines."""
     once = {key for key, count in Counter(due).items() if count == 1}
     once &= {key for key, count in Counter(started).items() if count == 1}
     places = {key: at for at, key in enumerate(started)}

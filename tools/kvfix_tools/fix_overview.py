@@ -87,7 +87,7 @@ def _checked(names: Iterable[str]) -> frozenset[str]:
 
 @lru_cache(maxsize=512)
 def wrong_releases(fix: Fix, dist: str) -> frozenset[str]:
-    """Return the releases of `dist` that have the bug. Leave out releases whose fingerprints kvfix does not know."""
+    """Return the releases of `dist` that have the bug. Ignore releases whose code has no fingerprints in kvfix."""
     wrong = (applicability.wrong_releases(each) for each in fix.targets if each.dist == dist and not each.helper)
     return frozenset[str]().union(*wrong)
 

@@ -1,4 +1,4 @@
-"""Define those events and rules of the ledger that only the tools use.
+"""Define the events and rules of the ledger that only the tools use.
 
 A single process of an engine cannot record these events. kvfix gets the events from the lab, or from the recordings of
 several processes. The decorator `rule` adds each rule to `kvfix.ledger.RULES`. For all rules, import RULES from here.
@@ -104,8 +104,8 @@ def read_outlives_lease(history: History, event: LeaseRead) -> Outcome:
 
     After the lease, another request may have the blocks. A read that ends later may load the KV of this other request.
     Each read sends a release message when it ends (nixl/pull_worker.py 0.32.0:546). If a lease times out, no release
-    message has arrived, so no read has ended yet. In push mode, prefill writes the blocks, and a write can end in the
-    step of the timeout (push_worker.py 0.32.0:822). The rule compares no clocks: its verdict for a push is "unknown".
+    message has arrived, so no read has ended yet. In push mode, prefill writes the blocks. A write can end in the step
+    of the timeout (push_worker.py 0.32.0:822). The rule compares no clocks, so its verdict for a push is "unknown".
     """
     ended = history.lease_ended
     if ended is None or ended.expired is False:

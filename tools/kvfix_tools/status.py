@@ -17,7 +17,7 @@ from kvfix.fixes.record import EFFECTS, Fix, Target
 from kvfix_tools import fix_overview, screen
 from kvfix_tools.command_options import Json, Names, flag, value
 
-#: Verdicts that cause exit code 1. The other verdicts, including "opt-in", do not cause it.
+#: Verdicts that cause exit code 1. The other verdicts, including "opt-in", do not cause exit code 1.
 FINDINGS = ("refused", "unknown", "unfixable", "applicable")
 #: Verdicts of all bugs that the installation has or may have, including bugs that are fixed in this process.
 _PRESENT = ("refused", "unknown", "unfixable", "applicable", "opt-in", "applied")

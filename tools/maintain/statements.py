@@ -71,7 +71,7 @@ def statements_in(source: bytes) -> list[tuple[str, str, str, int]]:
 
 
 def take_statements(table: Table, release: str, root: Path) -> None:
-    """Replace the statements of this release in the table by those in the package's folder `root`."""
+    """Replace the statements of this release in the table by the statements in the package's folder `root`."""
     for lines in table.values():
         lines.pop(release, None)
     for file in sorted(root.rglob("*.py")):
@@ -124,7 +124,7 @@ def checks_in(source: bytes) -> Iterator[tuple[str, Check]]:
 
 
 def take_checks(table: statements.Table, release: str, package: Path) -> None:
-    """Replace the checks of this release in the table by those in the package's folder."""
+    """Replace the checks of this release in the table by the checks in the package's folder."""
     for found in table.values():
         found.discard(release)
     for file in sorted(package.rglob("*.py")):

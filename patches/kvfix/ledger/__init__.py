@@ -51,7 +51,7 @@ class History:
         self.due: ev.LoadDue | None = None
         #: True if a step has scheduled the request since its last lookup.
         self.admitted = False
-        #: timed_out: the last lookup that timed out. timed_out_again: True if another timeout directly preceded it.
+        #: timed_out: the last lookup timeout. timed_out_again: True if another timeout directly preceded this timeout.
         self.timed_out: ev.TimedOut | None = None
         self.timed_out_again = False
         #: According to the connector, the external cache has, or will have, the request's first `stored_to` tokens.

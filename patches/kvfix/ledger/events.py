@@ -30,7 +30,7 @@ class Asked(NamedTuple):
     hit: int | None  # tokens that the external cache has from the start of the request
     promised: int | None  # None if the hook has no result yet. vLLM then calls the hook again
     asynchronous: bool = False  # True if the load runs between steps
-    #: vLLM may recompute `replay` hit tokens (`prefix_replay_tokens`). With replay, vLLM takes whole blocks of a hit.
+    #: vLLM may recompute `replay` hit tokens (`prefix_replay_tokens`). vLLM then takes only whole blocks of a hit.
     replay: int = 0
     #: True if some KV groups may have fewer cached tokens than `computed`. If vLLM then takes no promised token, vLLM
     #: starts from the smallest cached prefix of all KV groups (`supports_divergent_local_hybrid_hits`).
@@ -61,7 +61,7 @@ class Granted(NamedTuple):
 
 
 class Scheduled(NamedTuple):
-    """A step computes the next `tokens` tokens of the request. Before, vLLM computed or loaded `computed` tokens."""
+    """A step computes `tokens` tokens of the request. Before the step, vLLM computed or loaded `computed` tokens."""
 
     request: str
     computed: int

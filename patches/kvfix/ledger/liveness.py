@@ -151,7 +151,7 @@ def waiting(engine: Engine) -> list[dict[str, Any]]:
 
 
 def waits(engine: Engine) -> list[tuple[dict[str, Any], str]]:
-    """Return (row, kind of wait) for each waiting request. Behind a request that lacks blocks, LOOKUP becomes PLACE."""
+    """Return (row, kind of wait) per waiting request. Behind a request that lacks blocks, a lookup counts as PLACE."""
     found: list[tuple[dict[str, Any], str]] = []
     stopped, free = False, engine.scheduler["pool"]["free"]
     for row in waiting(engine):
@@ -168,7 +168,7 @@ def waits(engine: Engine) -> list[tuple[dict[str, Any], str]]:
 
 
 def state(engine: Engine) -> State:
-    """Return the state for `can_move`. Lookups count as in flight. `_lookup_not_answered` finds unanswered lookups."""
+    """Return the state for `can_move`. Each lookup counts as in flight. standstill.py finds unanswered lookups."""
     scheduler = engine.scheduler
     rows = tuple(Waiting(row["id"], kind, row["needs"], row["blocks"]) for row, kind in waits(engine))
     running = sum(row["queue"] in ("running", "") for row in engine.requests)

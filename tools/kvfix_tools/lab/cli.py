@@ -111,7 +111,7 @@ def fuzz_connector(
     screen.progress("importing vLLM")
     with runner.quiet():
         from kvfix_tools.lab.fuzz import fuzz_run
-    gc.freeze()  # without this, each garbage collection checks all imported objects, which takes half a second
+    gc.freeze()  # without freeze(), each garbage collection checks all imported objects, which takes half a second
     with _refusing("fuzz"):
         run = fuzz_run.Run(connector, fixes, plain, mode, server == "real", transfers == "real", fixes_in)
         done = fuzz_run.fuzz(run, drawn, seconds, shrink, screen.progress, steps, jobs, notes)

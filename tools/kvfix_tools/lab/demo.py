@@ -2,8 +2,8 @@
 
     python -m kvfix_tools.lab.demo [--lmcache-path DIR] [--json]
 
-Exit code 0 needs two results: without kvfix, the engine dies as in the issue, and with kvfix, the engine finishes the
-request and loads no tokens. Exit code 1: a result is missing. Exit code 2: vLLM is missing, or DIR has no LMCache.
+Exit code 0: without kvfix, the engine dies as in the issue. With kvfix, the request finishes and no token is loaded.
+Exit code 1: one of the two results is missing. Exit code 2: vLLM is missing, or DIR has no LMCache.
 """
 
 import json as jsonlib
@@ -70,7 +70,7 @@ def show(released: Result, fixed: Result) -> None:
     ending = "[bold red]EngineCore is dead.[/]" if died_as_reported(released) else "It did not die as reported."
     console.print(f"As released: {ending}")
     for _, event in released.log:
-        if isinstance(event, ev.Raised):  # not folded, so that a user can search for the message
+        if isinstance(event, ev.Raised):  # do not fold the message, so that a user can search for it
             console.print(f"    {event.error}", soft_wrap=True, markup=False, highlight=False)
     good = "[bold green]admitted, nothing loaded twice, finished.[/]"
     console.print(f"With kvfix.apply(): {good if finished(fixed) else '[bold red]not fixed.[/]'}")

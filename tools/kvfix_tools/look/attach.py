@@ -67,7 +67,7 @@ class _Engine:
         self._until = time.monotonic() + wait
 
     def ask(self, pids: list[int], what: str, *arguments: Any, until: tuple[str, ...]) -> None:
-        """Call `what` in each process until the process has a state of `until` or cannot go on, or the time is over."""
+        """Call `what` in each process until the process reaches a state in `until`, the call fails, or time is over."""
         left = list(pids)
         while left:
             for pid in list(left):

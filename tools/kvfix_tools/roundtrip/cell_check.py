@@ -170,5 +170,5 @@ def everywhere(generation: int) -> Expected:
 
 
 def host_poison(at: Coordinates) -> Identity:
-    """Return the identity of a row of the host buffers before a store."""
+    """Return the identity of a host row before a store. After the store, this identity marks a row that lacks KV."""
     return Identity(HOST_POISON, at["layer"], at["kv"], at["token"], at["head"], 0)

@@ -14,7 +14,7 @@ from kvfix_tools.verify.prompts import Prompt, Sizes
 
 SAME, DIFFERENT, REFUSED, NOTHING_PROVEN = 0, 1, 2, 77
 VERDICTS = {SAME: "same", DIFFERENT: "different", REFUSED: "refused", NOTHING_PROVEN: "nothing proven"}
-#: In each mode, kvfix sends all prompts again, to get KV from the connector: one at a time, or all at once.
+#: kvfix sends all prompts again in each mode, to get KV from the connector. ALONE: one by one. UNDER_LOAD: all at once.
 ALONE, UNDER_LOAD = "alone", "under load"
 MODES = (ALONE, UNDER_LOAD)
 #: Possible reasons why too few tokens came from the connector.

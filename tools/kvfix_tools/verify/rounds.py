@@ -32,7 +32,7 @@ class Inconclusive(Exception):
 @dataclass
 class Rounds:
     subject: Server  # the tested URL: its answers use KV from the connector
-    reference: Server  # computes KV and has the metrics: the server of `--decode`, or else `subject`
+    reference: Server  # computes KV and has the metrics. This is the server of `--decode`, or else `subject`
     maker: Maker
     sizes: Sizes  # if `chunk` is 0, `_survey` finds the chunk size
     capacity: int  # number of tokens whose KV fits on the GPU; 0 if unknown
@@ -227,7 +227,7 @@ class Rounds:
         return self.sizes.block + TOKENS if self.can_preempt and number % EVERY == 0 else TOKENS
 
     def _groups(self, prompts: list[Prompt]) -> Iterator[list[Prompt]]:
-        """Yield groups of prompts that together fit into half of the GPU's blocks."""
+        """Yield groups of prompts. All prompts of one group together fit into half of the GPU's blocks."""
         group: list[Prompt] = []
         room = (self.capacity or math.inf) / 2 - self.sizes.longest
         for prompt in prompts:

@@ -1,4 +1,4 @@
-"""Run the stages on this host, the most important stage first. Write the result of a stage as soon as the stage ends.
+"""Run the GPU checks on this host in stages, the most important stage first. Write each result when its stage ends.
 
 A stage is a process that has a time limit, and prints a line of JSON for each step (class Steps). After a failed
 stage, the next stage still runs. OUT/results.json has all results, and OUT/table.md has the rows for docs/gpu.md.
@@ -70,7 +70,7 @@ def device(arguments: list[str]) -> tuple[str, str]:
 
 
 def run(stage: Stage, device: str, slower: int) -> dict[str, Any]:
-    """Run a stage and return the result. Kill the stage after `slower` times `limit`; `exit` is then TIMED_OUT."""
+    """Run a stage and return the result. After `slower` * `limit` seconds, kill the stage (exit TIMED_OUT)."""
     start = time.monotonic()
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(

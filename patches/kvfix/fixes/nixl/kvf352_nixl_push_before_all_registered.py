@@ -37,7 +37,7 @@ def wait_for_all_ranks(worker: Any, notice: bytes) -> Steps:
 
 
 def _registered(notice: bytes) -> tuple[str, int]:
-    """Return the request id and the number of decode ranks in this registration, or ("", 0) if one is missing."""
+    """Return the request id and the number of decode ranks in this registration, or ("", 0) if a value is missing."""
     module = NIXL_PUSH_WORKER.imported
     with suppress(module.msgspec.DecodeError, KeyError, TypeError):
         data = module.msgspec.msgpack.decode(notice[len(module.PUSH_REG_NOTIF_PREFIX) :])

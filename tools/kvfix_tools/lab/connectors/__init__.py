@@ -1,1 +1,1 @@
-"""The lab's connectors. The released code runs in both roles, with replacements for code that needs GPU or network."""
+"""The lab's connectors run released code in both roles, with replacements for code that needs a GPU or a network."""

@@ -28,7 +28,7 @@ SCENARIOS = {
         shows="KVR011 KeyError: 'remote_request_id'",
     ),
     "nixl-decode-blocks-held": pull(
-        # Decode computes the prompt itself.
+        # Decode computes the prompt itself, without a prefill engine.
         malformed("alone"),
         shows="LAB020 of the decode engine",
         options=PULL(extra={"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": 3}),
@@ -43,7 +43,7 @@ SCENARIOS = {
     ),
     "nixl-load-into-blocks-in-copy": pull(
         [do.on("decode", "keep_blocks", 5), do.ask_decode("a", prompt(64))],
-        do.ask("r", prompt(64, seed=1)),  # its load gets the blocks of "a", which has ended
+        do.ask("r", prompt(64, seed=1)),  # the load of "r" gets the blocks of "a", which has ended
         [do.run(), do.on("decode", "free_blocks")],
         shows="LAB001 OffloadingConnector stores wrong KV",
         doc="A request has ended, but OffloadingConnector still copies its blocks: NIXL loads into these blocks.",

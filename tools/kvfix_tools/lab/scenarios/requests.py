@@ -169,8 +169,8 @@ SCENARIOS = {
         options=MP(num_blocks=16, max_num_batched_tokens=256),
     ),
     "loaded-requests-lock-out": scenario(
-        # "low" has 8 of 20 blocks, is loaded and needs one more block, but no step has tokens left for it. "r" has a
-        # higher priority, has loaded 8 of its 16 blocks, and needs 8 more. 4 blocks are free, and `schedule` stops at
+        # "low" has 8 of 20 blocks, is loaded and needs one more block, but "running" uses all tokens of each step. "r"
+        # has a higher priority, has loaded 8 of its 16 blocks, and needs 8 more. 4 blocks are free. `schedule` stops at
         # "r" (scheduler.py 0.32.0:1275-1282). With `scheduler_reserve_full_isl` vLLM would admit "r" only when all 16
         # blocks are free.
         [do.stored_elsewhere(prompt(128)), do.stored_elsewhere(prompt(128, seed=1))],
