@@ -41,7 +41,7 @@ def _found(dist: str) -> ModuleSpec | None:
 def version(dist: str) -> str:
     """Return the version of the distribution that an import would use, or "" if kvfix finds no metadata.
 
-    sys.path may have several installs (`pip install --target`). The metadata next to the package take precedence.
+    sys.path may have several installs (`pip install --target`). The metadata next to the package takes precedence.
     """
     return _version(dist, package_dir(dist))
 

@@ -37,14 +37,14 @@ def died(place: str, words: str = "EngineCore encountered a fatal error.") -> st
 
 @pytest.mark.parametrize("release", sorted(vllm_releases()))
 def test_the_line_at_which_enginecore_dies(release: str) -> None:
-    """Each vLLM release logs the two messages at other lines of core.py, so the line number shows the release."""
+    """The line number in core.py shows the release, because each vLLM release has these messages at different lines."""
     lines = (vllm_releases()[release] / "vllm/v1/engine/core.py").read_text().splitlines()
     for words in ("EngineCore failed to start.", "EngineCore encountered a fatal error."):
         at = next(number for number, line in enumerate(lines, 1) if words in line)
         log = diagnosed(died(f"core.py:{at}", words).encode())
         assert log.releases.placed() == [release]
         assert log.releases.within("vllm", f"=={release}") is True
-        # This log begins with the traceback, without the line above.
+        # This log lacks the message, and begins with the traceback.
         assert diagnosed(died(f"v1/engine/core.py:{at}").partition("\n")[2].encode()).releases.placed() == [release]
 
 

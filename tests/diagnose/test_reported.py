@@ -10,7 +10,7 @@ from tests.diagnose.lines import CORE, LMCACHE, VLLM, codes, diagnose, raised, r
 
 REPORTED = tomllib.loads(Path(__file__).with_name("reported.toml").read_text())
 WORKS = "(EngineCore pid=7) INFO 12-03 01:24:36 [core.py:7] any line\n"
-#: Each logging statement that a finding reads: distribution, kind, level and text. In the text, 7 replaces each value.
+#: (distribution, kind, level, text) of each logging statement that a finding reads. 7 replaces each value in the text.
 MESSAGES = [
     (dist, row.message, row.level, " ".join(statements.sample(row.template.partition("\n")[0]).split()))
     for dist, rows in statements.known().items()

@@ -19,7 +19,7 @@ from tests import late
 from tests.conftest import RELEASES, Once, answers
 from tests.engine_state import wedged
 
-STEP = 5.0  # seconds by which each step advances the clock; twelve steps make the limit of 60 s
+STEP = 5.0  # seconds by which each step advances the clock. Twelve steps make the limit of 60 s
 #: `step(call)` runs `call`. The watchdog recognizes a step of EngineCore by the file name that `compile` gets here.
 _CORE: dict[str, Any] = {}
 exec(compile("def step(call):\n    return call()", "/vllm/v1/engine/core.py", "exec"), _CORE)
@@ -60,7 +60,7 @@ def wedge(name: str) -> dict[str, Any]:
     """Run the watchdog's thread on an engine that makes empty steps. Return the parts of the watchdog's report."""
     prepare()
     engine = getattr(wedged, name)()
-    watchdog._TRIES = watchdog._STANDS = 10_000  # on a busy host, `_look` reads the state more often until no step runs
+    watchdog._TRIES = watchdog._STANDS = 10_000  # on a busy host, `_look` needs many reads until no step runs
     dog, reports, stepped = watchdog.Watchdog(0.5), logged_reports(), watchdog.threading.Event()
 
     def wait(_: float) -> bool:  # wait for five steps, because steps may be slow on a busy host
@@ -105,7 +105,7 @@ def test_engines_that_do_not_hang() -> list[float]:
     return [*found, due(engine.step, 40)]
 
 
-@answers([0.0, 70.0])  # a new watchdog first takes old steps for new ones: its 60 s begin at its second look, at 10 s
+@answers([0.0, 70.0])  # the first look takes old steps for new steps, so the 60 s begin at the second look, at 10 s
 def test_a_decode_engine_that_waits_for_the_queue_of_prefill() -> list[float]:
     """Return the seconds until a report while the decode engine makes steps, and then while it makes no step."""
     prepare()

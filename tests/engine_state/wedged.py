@@ -127,7 +127,7 @@ def healthy(connector: str, steps: int) -> list[dict[str, Any]]:
 
 
 def planted_fault() -> dict[str, Any]:
-    """Return the state of a scheduler without an attribute. `collect` must read unknown releases without an error."""
+    """Return the state of a scheduler that lacks an attribute. `collect` must raise no error for unknown releases."""
     engine = _engine(MP)
     engine.admit("r", prompt(200), max_tokens=4)
     engine.step()
@@ -143,7 +143,7 @@ def with_recorder() -> dict[str, Any]:
 
 
 def asked_and_needed(windows: tuple[int, ...], reserve: bool) -> list[tuple[int | None, int]]:
-    """If no request runs, count the blocks that a request needs. Return pairs: kvfix's count and vLLM's count."""
+    """While no request runs, count the blocks that a request needs. Return pairs (kvfix's count, vLLM's count)."""
     engine = _engine(replace(MP, delay=2, num_blocks=72, windows=windows, max_num_batched_tokens=128))
     scheduler, found = engine.scheduler, []
     scheduler.scheduler_reserve_full_isl = reserve
@@ -177,7 +177,7 @@ def asked_and_needed(windows: tuple[int, ...], reserve: bool) -> list[tuple[int 
     return found
 
 
-class EngineCore:  # a stand-in, because vLLM's EngineCore needs a model; a step takes at least 0.01 s
+class EngineCore:  # a stand-in, because vLLM's EngineCore needs a model. A step takes at least 0.01 s
     model_executor = None
 
     def __init__(self, lab: Any) -> None:

@@ -150,7 +150,7 @@ def planted(connector: str, *names: str) -> list[dict[str, Any]]:
 def test_faults_of_a_transfer_are_found(connector: str, once: Once) -> None:
     sound, *faulty = once(planted, RELEASES / "0.5.6", connector, "", *FAULTS)
     assert sound["found"] == []
-    # the prompts have 7, 10 and 4 blocks; the second prompt may hit blocks of the first prompt
+    # The prompts have 7, 10 and 4 blocks. The second prompt may hit blocks of the first prompt.
     assert sound["counts"]["nixl_bytes"] >= 15 * 16 * 256
     assert sound["counts"]["nixl_notices"] >= 3
     for done in faulty:

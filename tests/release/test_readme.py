@@ -1,4 +1,4 @@
-"""Run the README's code blocks. Instead of an engine, kvfix's lab runs a scenario of KVF001 with LMCache 0.3.10."""
+"""Run the README's code blocks. Instead of an engine, kvfix's lab runs the scenario for KVF001 with LMCache 0.3.10."""
 
 import os
 import re

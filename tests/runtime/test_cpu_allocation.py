@@ -31,7 +31,7 @@ class Never(Exception): ...
 )
 @answers(also="fixes release answer")
 def test_a_load_waits_ten_seconds_in_all(chunks: int, room: int, every: int, more: dict[str, Any]) -> list[Any]:
-    """Return, for each of two loads, the number of chunks that get memory, and the seconds of waiting. At once, `room`
+    """Return, for each of two loads, the number of chunks that get memory, and the seconds of waiting. First, `room`
     chunks get memory. Then one chunk gets memory every `every` seconds (0: never)."""
     import lmcache.v1.storage_backend.local_cpu_backend as module
 

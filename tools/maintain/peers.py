@@ -2,8 +2,8 @@
 
     python -m maintain peers [lmcache|vllm] [--mode fix|strict] [--anew]
 
-`--anew` runs the tests (.cache/peers) twice without kvfix, and writes tests/peers/<dist>-<release>.json: the number of
-passed tests and all other tests. Without this file, `--anew` is the default. Tests that fail only with kvfix run again
+`--anew` runs the tests (.cache/peers) twice without kvfix. tests/peers/<dist>-<release>.json gets the number of passed
+tests and lists all other tests. Without this file, `--anew` is the default. Tests that fail only with kvfix run again
 in one process, with kvfix and without. exceptions.json names tests that must fail with kvfix. Exit 1 if a named test
 does not fail, or if a test was not run. Exit 1 if another test fails in both runs with kvfix, and passes without kvfix.
 """

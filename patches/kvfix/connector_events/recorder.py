@@ -1,6 +1,6 @@
 """Keep the last events of this process in a bounded queue (the flight recorder), and write recorder files.
 
-The recorder only counts a hook call without an event. So steps without changes push no event out of the queue.
+The recorder only counts hook calls that cause no event. So steps without changes push no event out of the queue.
 
 A recorder file has JSON lines. kvfix writes the file atomically, in a folder that only the folder's owner can read. The
 first line describes the file. The other lines follow in any order. Each line has a `kind`:
@@ -19,7 +19,7 @@ first line describes the file. The other lines follow in any order. Each line ha
 
 - mono: nanoseconds of the monotonic clock, which all processes of the same `boot` share
 - wall: nanoseconds since 1970
-- stepped: time of the scheduler's last step, on the same clock as mono; 0 in a worker
+- stepped: time of the scheduler's last step, on the same clock as mono (0 in a worker)
 - began: start of the process, in clock ticks after boot. Together, pid and began identify a process on its node
 
 The file has ids and token counts of requests, but no tokens.

@@ -23,7 +23,7 @@ _ASKED = (b'{"kind":"state"', b'{"kind":"stacks"')
 
 
 def install() -> None:
-    """Install the handler once. Python allows this only in the main thread."""
+    """Install the handler once. Python can install handlers only in the main thread."""
     if session.signal_installed or threading.current_thread() is not threading.main_thread():
         return
     session.signal_installed = True

@@ -18,7 +18,7 @@ def reader(connector: Any) -> Reader | None:
 
 
 class V1(Reader):
-    """LMCache in vLLM's own processes (lmcache/integration/vllm/vllm_v1_adapter.py)."""
+    """The reader for LMCache in vLLM's own processes (lmcache/integration/vllm/vllm_v1_adapter.py)."""
 
     _LOOKUPS = ("reqs_status", "aborted_lookups")
     _SETTINGS = (
@@ -127,7 +127,7 @@ class V1(Reader):
 
 
 def _row(hit: int | None, lookup: str) -> dict[str, Any]:
-    """Return a row that has only `hit` and `lookup` (`kvfix.engine_state.scheduler` describes the fields)."""
+    """Return a row with `hit` and `lookup`, and with other fields empty (see `kvfix.engine_state.scheduler`)."""
     return {"hit": hit, "lookup": lookup, "phase": "", **dict.fromkeys(("promised", "granted", "stored", "since"))}
 
 
@@ -152,12 +152,12 @@ def _v1_requests(impl: Any, client: Any) -> dict[str, dict[str, Any]]:
 
 
 def _count(pins: Any) -> int:
-    """Count the pinned keys of one request. A dictionary has a list of keys for each storage location."""
+    """Count the pinned keys of one request. pins: the keys, or {storage location: keys}."""
     return sum(len(keys) for keys in list(pins.values())) if isinstance(pins, dict) else len(pins)
 
 
 class MP(Reader):
-    """LMCache's multi-process connector, or vLLM's copy of this connector (lmcache_mp_connector.py)."""
+    """The reader for LMCache's multi-process connector and vLLM's copy of this connector (lmcache_mp_connector.py)."""
 
     reports_sent = True
     _LOOKUPS = ("_finished_lookup_results", "_per_server_hits", "_lookup_status", "_lookup_params")
@@ -263,7 +263,7 @@ def _tracked(row: dict[str, Any], tracker: Any, size: int) -> None:
 
 
 def _add_worker(state: dict[str, Any], adapter: Any) -> None:
-    """Add the state of a worker adapter (vllm_multi_process_adapter.py). The adapter has no times of transfers."""
+    """Add the state of a worker adapter (vllm_multi_process_adapter.py). The adapter does not record times."""
     state["lookup_timeout"] = getattr(adapter, "_mq_timeout", None)
     state["healthy"] = _healthy(adapter)
     loads, stores = dict(adapter.retrieve_futures), dict(adapter.store_futures)
@@ -274,7 +274,7 @@ def _add_worker(state: dict[str, Any], adapter: Any) -> None:
 
 
 def _is_done(future: Any) -> bool:
-    """Return True if a future or a pair (future, blocks) is done. Do not call `query()`: it could wait for the GPU."""
+    """Return True if a future or pair (future, blocks) is done. Do not call `query()`, which could wait for the GPU."""
     future = future[0] if isinstance(future, tuple) else future
     for each in (future, getattr(future, "raw_future_", None)):
         event = getattr(each, "is_done_", None)

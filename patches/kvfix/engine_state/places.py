@@ -2,7 +2,7 @@
 
 EngineCore's loop is on this stack as long as the engine lives (`run_busy_loop`, v1/engine/core.py 0.32.0:1547). An
 engine in the user's own process is on the stack while the engine computes. At other times, a variable of the user's
-program holds the engine. `gc` cannot find the engine: vLLM freezes the heap (`freeze_gc_heap`, core.py 0.32.0:253).
+program holds the engine. `gc` cannot find the engine, as vLLM freezes the heap (`freeze_gc_heap`, core.py 0.32.0:253).
 """
 
 import faulthandler

@@ -15,7 +15,7 @@ PINS = "pins of the worker"
 
 
 class Reader:
-    """The reader for an unknown connector. The connector's hooks show lookups and allocations only."""
+    """The reader for an unknown connector. kvfix knows only the lookups and allocations that the hooks show."""
 
     #: The number of tokens in a block if the connector loads only whole blocks, otherwise 0 (`LoadDue.block`).
     whole_blocks = 0

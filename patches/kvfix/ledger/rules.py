@@ -21,7 +21,7 @@ Outcome = Optional["tuple[str, str, Event | None]"]
 
 
 class Rule(NamedTuple):
-    """`code` and `name` are for users; `on` is the type of event that the rule checks."""
+    """A rule. Users see `code` and `name`. `on` is the type of event that the rule checks."""
 
     code: str
     name: str
@@ -184,7 +184,7 @@ def load_without_start(history: History, event: ev.Scheduled) -> Outcome:
 
 @rule("KVR007", "store-leaves-hole", ev.Stored)
 def store_leaves_hole(history: History, event: ev.Stored) -> Outcome:
-    """A store leaves no hole after the cached tokens, because a hit is a prefix: no hit contains tokens after a hole.
+    """A store leaves no hole after the cached tokens. A hit is a prefix, so no hit contains tokens after a hole.
 
     In LMCache issue 4508, n lookups count the tokens of the hit n times as stored. So [hit, n * hit) is never stored.
     """

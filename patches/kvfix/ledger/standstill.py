@@ -76,7 +76,7 @@ def steps_between(before: Engine, after: Engine) -> int | None:
 
 
 def is_current(before: Engine, after: Engine, span: float) -> bool:
-    """Return True 3 steps after the first look (10 s if vLLM counts no steps). Earlier reports have then arrived."""
+    """Return True if 3 steps began after the first look (10 s if vLLM counts none). Earlier reports have arrived."""
     steps = steps_between(before, after)
     return span >= 2 * LATE if steps is None else steps > 2
 
@@ -238,7 +238,7 @@ def _load_not_answered(looks: Sequence[Look]) -> Iterator[Verdict]:
 
 
 def _lookup_not_answered(looks: Sequence[Look]) -> Iterator[Verdict]:
-    """Find lookups in flight at both looks, but none while a process is in a hook. A hook delays all lookups."""
+    """Find lookups in flight at both looks. While a process is in a hook, find none: a hook delays all lookups."""
     if any(in_hooks(looks)):
         return
     any_moved = moved(looks)

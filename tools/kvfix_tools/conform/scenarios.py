@@ -237,7 +237,7 @@ _ENGINES = "there are two engines, and NIXL is a stand-in"
 
 class Side(NamedTuple):
     connector: str  # the lab's option `connector`
-    stand_in: str  # a sentence that names the replaced part; "" if unknown
+    stand_in: str  # a sentence that names the replaced part, or "" if unknown
     offloading: str = ""  # the lab's option `offloading`
 
     @property

@@ -31,7 +31,7 @@ class Rule(NamedTuple):
     title: str
     doc: str
     proof: str  # name of a counter (counts.py). If the counter is 0, no scenario tested the rule
-    codes: tuple[str, ...]  # codes of lab and ledger rules. A violation of one of them violates this rule too
+    codes: tuple[str, ...]  # codes of lab and ledger rules. A violation of a listed rule also violates this rule
 
 
 _TEXT = Path(__file__).with_name("contract.md").read_text(encoding="utf-8")

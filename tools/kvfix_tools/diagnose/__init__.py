@@ -3,7 +3,7 @@
 - `log_files`: read files, folders, compressed files and streams in blocks, and merge several files by time.
 - `line_scanner`: turn blocks into the lines that matter (`log_line`), and skip all other lines.
 - `texts`: parse the text of a single line.
-- `grammar`: patterns of messages (`knowledge/messages.toml`). Tests compare them with the logging statements.
+- `grammar`: patterns of messages (`knowledge/messages.toml`). Tests compare the patterns with the logging statements.
 - `statements`: logging statements, exceptions and assertions of the releases (`statements.json`, `checks.json`).
 - `tracebacks`: assemble frames, exceptions and stacks from several lines.
 - `ledger_events`: turn log lines into events of the ledger (`kvfix.ledger`).

@@ -130,7 +130,7 @@ class Diagnosis:
         return self.findings
 
     def _run(self, kind: str, line: LogLine | None) -> None:
-        """Most rules are functions of the package `findings`."""
+        """Ask each rule for this kind of line, and add findings. Most rules are functions of the package `findings`."""
         for rule in self._rules.get(kind, ()):
             if (answer := rule.look(self, line)) is not None:
                 self.add(rule, answer, line)

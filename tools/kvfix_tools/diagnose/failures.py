@@ -47,9 +47,9 @@ class Failures:
         self.last: dict[str, LogLine] = {}
         #: For each file of a process that is shutting down, the time of the first line about the shutdown.
         self.closing: dict[str, float | None] = {}
-        #: Number of failures in `lines` from before the engine last worked. The engine has survived these failures.
+        #: Number of failures in `lines` before the engine last worked on requests. The engine survived these failures.
         self._survived = 0
-        #: True if the engine has worked on requests since its last message that it waits for a worker.
+        #: True if the engine has worked on requests after its last message about waiting for a worker.
         self.worked_since_wait = False
 
     def take(self, line: LogLine) -> None:

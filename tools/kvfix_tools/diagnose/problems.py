@@ -81,7 +81,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def threads(self) -> tuple[str, ...]:
-        """The addresses of the GitHub issues that report this problem. GitHub redirects to pull requests."""
+        """The addresses of the GitHub issues about this problem. For a pull request, GitHub redirects the address."""
         return tuple(f"https://github.com/{each.replace('#', '/issues/')}" for each in self.seen)
 
     @property
@@ -91,7 +91,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def permanent(self) -> str:
-        """The permanent remedy: `for_good`, or an upgrade to the releases without the problem; "" if none is known."""
+        """The permanent remedy: `for_good`, or else an upgrade to the releases in `fixed_in`, or else ""."""
         upgrade = " and ".join(f"{NAMES.get(dist, dist)} {release}" for dist, release in self.fixed_in.items())
         return self.for_good or (f"upgrade to {upgrade}" if upgrade else "")
 

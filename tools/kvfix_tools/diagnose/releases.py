@@ -35,13 +35,13 @@ class Releases:
         self._candidates: frozenset[str] = frozenset()
         #: For each log file, the vLLM releases that match the code locations in the file.
         self._placed: dict[str, frozenset[str]] = {}
-        #: Kinds of lines that may still show a release. kvfix uses only the first line of each of LMCache's kinds.
+        #: Kinds of lines that may still show a release. For LMCache, only the first line of each kind counts.
         self.awaited = {message.name for message in MESSAGES if message.source == "lmcache"} | {*RELEASE_IN, *_DEATHS}
 
     def name(self, releases: dict[str, Any], file: str) -> None:
         """Keep the releases, {distribution: release}, that this log file names."""
         for dist in ("lmcache", "vllm"):
-            release = _public(str(releases.get(dist))[:64].partition("-g")[0])  # a checkout is like 0.5.6-g3e11e108
+            release = _public(str(releases.get(dist))[:64].partition("-g")[0])  # a checkout reports 0.5.6-g3e11e108
             # A build from a checkout without tags always reports 0.1.dev1.
             if release is not None and not (dist == "vllm" and Version(release) < _FIRST):
                 named = self._named[dist, file]
@@ -139,7 +139,7 @@ def _of_statement(place: str) -> frozenset[str]:
     if path.rpartition("/")[2] != "core.py":
         return frozenset()
     places = (each for row in statements.known()["vllm"] if row.message == "fatal" for each in row.lines.items())
-    # EngineCoreProc has the first of a release's statements, and logs a failed start _BEFORE lines above this one.
+    # A release's first statement is in EngineCoreProc, _BEFORE lines below the statement that logs a failed start.
     return frozenset(release for release, lines in places if int(line) in (*lines, min(lines) - _BEFORE))
 
 

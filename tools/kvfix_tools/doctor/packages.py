@@ -14,7 +14,7 @@ from kvfix import installed_source
 
 @cache
 def parse(file: Path) -> ast.Module | None:
-    """Return the file as a syntax tree; None if it is not valid Python."""
+    """Return the file as a syntax tree, or None if the file is not readable Python."""
     with suppress(OSError, SyntaxError, ValueError):
         return ast.parse(file.read_text(encoding="utf-8"))
     return None
@@ -54,7 +54,7 @@ class Package(NamedTuple):
 
 
 class Packages:
-    """Installed packages. places: folders like site-packages to search; None: search the packages of this Python."""
+    """Find packages. places: folders to search, such as site-packages, or None for the folders of this Python."""
 
     def __init__(self, places: list[str] | None = None) -> None:
         self.places = places
@@ -70,7 +70,7 @@ class Packages:
         return package.tree(module) if package else None
 
     def text(self, module: str) -> str:
-        """Return the source of a module; "" if it is not installed."""
+        """Return the source of a module, or "" if the module is not installed."""
         package = self.get(module.partition(".")[0])
         file = package.file(module) if package else None
         return file.read_text(encoding="utf-8", errors="replace") if file else ""
@@ -90,14 +90,14 @@ class Packages:
 
 
 def constant(node: ast.expr | None) -> Any:
-    """Return the value of a literal; None for any other expression."""
+    """Return the value of a literal, or None for any other expression."""
     with suppress(ValueError, TypeError, SyntaxError, MemoryError):
         return ast.literal_eval(node) if node is not None else None
     return None
 
 
 def assigned(tree: ast.AST | None, name: str) -> ast.expr | None:
-    """Return the expression that a module or class assigns to a name at its top level; None if there is no tree."""
+    """Return the expression that a module or class assigns to a name at its top level, or None."""
     for node in getattr(tree, "body", ()):
         targets = getattr(node, "targets", [getattr(node, "target", None)])
         if isinstance(node, ast.Assign | ast.AnnAssign) and name in [getattr(each, "id", "") for each in targets]:
@@ -106,7 +106,7 @@ def assigned(tree: ast.AST | None, name: str) -> ast.expr | None:
 
 
 def defined(tree: ast.AST | None, name: str) -> ast.ClassDef | ast.FunctionDef | None:
-    """Return the last class or function of this name in a module or class; None if there is no tree."""
+    """Return the last class or function with this name in a module or class, or None."""
     nodes = (node for node in getattr(tree, "body", ()) if isinstance(node, ast.ClassDef | ast.FunctionDef))
     return {node.name: node for node in nodes}.get(name)
 

@@ -82,7 +82,7 @@ def http_address(given: str, command: Command | None, host: str) -> tuple[str, i
 
 
 def ask(host: str, port: int, path: str, seconds: float = 3.0) -> Any:
-    """Send a GET request. Return the JSON answer; None if there is no answer, an error, or no JSON."""
+    """Send a GET request. Return the JSON answer, or None if the server sends nothing, an error or no JSON."""
     connection = http.client.HTTPConnection(host, port, timeout=seconds)
     with contextlib.suppress(OSError, http.client.HTTPException, ValueError), contextlib.closing(connection):
         connection.request("GET", path)

@@ -166,7 +166,7 @@ class Setup:
         return value if isinstance(value, list) else [part for part in text.split(",") if part.strip()]
 
     def number(self, name: str) -> float | None:
-        """Return a setting as a number; None if its value is not a number."""
+        """Return a setting as a number, or None if its value is not a number."""
         try:
             return float(self.setting(name))
         except (TypeError, ValueError):
@@ -182,7 +182,7 @@ class Setup:
         return self.definitions.aliases[name] if is_old else name
 
     def parallel(self, which: str) -> int:
-        """Return the tensor, pipeline, data or decode-context parallel size; 1 if it is not given or not a number."""
+        """Return the tensor, pipeline, data or decode-context parallel size. The default is 1."""
         return self.command.number(f"{which}-parallel-size", 1) or 1
 
     @property
@@ -211,7 +211,7 @@ class Setup:
 
     @property
     def on_cpu(self) -> bool:
-        """True if the installed torch is built for the CPU only; False if unknown."""
+        """True if the installed torch is built for the CPU only. False also if kvfix cannot find out."""
         tree = self.packages.tree("torch.version")
         named = [assigned(tree, name) for name in ("cuda", "hip", "xpu")]
         return named[0] is not None and not any(constant(each) for each in named)

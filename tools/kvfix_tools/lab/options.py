@@ -143,7 +143,7 @@ class Options:
     neighbours: bool = False
     #: Blocks of the decode engine (pair.py). 0: as many as the prefill engine has.
     decode_blocks: int = 0
-    #: peer_ranks: ranks of the other engine of a pair; 0: equal to `ranks`. kv_heads: KV heads. Ranks may share a head.
+    #: peer_ranks: ranks of the other engine of a pair (0: equal to `ranks`). kv_heads: KV heads, which ranks may share.
     peer_ranks: int = 0
     kv_heads: int = 1
     #: multi: engines of a pair that have LMCache's in-process connector too. lmcache_first: vLLM asks LMCache first.
@@ -153,7 +153,7 @@ class Options:
     real_transfers: bool = False
     #: `kv_connector_extra_config` of a connector in OF_VLLM or PAIRS, or of the offloading connector next to v1.
     extra: dict[str, Any] = field(default_factory=dict)
-    #: Blocks of the CPU memory; 0: as many as the GPU has.
+    #: Blocks of the CPU memory (0: as many as the GPU has).
     cpu_blocks: int = 0
     #: The secondary tier of OffloadingConnector: fs (files), or "" for none.
     tier: str = ""

@@ -154,7 +154,7 @@ def waits_for(engine: Engine, row: dict[str, Any]) -> str:
         return "the scheduler: to handle its failed load"
     needs, free = row["needs"], engine.scheduler["pool"]["free"]
     first = next(each for each, kind in liveness.waits(engine) if kind == PLACE)
-    if first["id"] != name and first["needs"] is not None and first["needs"] > free:  # all wait for `first`
+    if first["id"] != name and first["needs"] is not None and first["needs"] > free:  # the queue waits for `first`
         return f"{first['id']}, which is before it in the queue"
     if needs is None:
         return "the scheduler: to be scheduled in a step"

@@ -6,7 +6,7 @@ None` in `request_finished` (vllm_v1_adapter.py:1779 in 0.4.5).
 Cause: `request_finished` reports the abort to the storage through the cache engine. The workers have a cache engine,
 but the scheduler has one only if `enable_scheduler_bypass_lookup` is set.
 
-Fix: The fix handles an abort like any other end. If loading is asynchronous, the fix also cancels the lookup.
+Fix: The fix handles an abort like a normal end. If loading is asynchronous, the fix also cancels the lookup.
 - Upstream: https://github.com/LMCache/LMCache/issues/3337, https://github.com/LMCache/LMCache/pull/3340 (in 0.5.1).
 """
 

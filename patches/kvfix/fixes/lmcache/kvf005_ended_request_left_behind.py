@@ -30,7 +30,7 @@ def fix_scheduler(impl: Any, answer: Any, request: Any, block_ids: Any) -> None:
     note(__name__, f"request {name} has ended before it was admitted")
     for each in _kept(impl):
         each.pop(name, None)
-    # With asynchronous loading the hook itself cancels the lookup. LMCache drops the lookup when the result arrives.
+    # With async loading, `request_finished` cancels the lookup. LMCache drops the lookup when the result arrives.
     if impl.lookup_client is not None and not getattr(impl, "async_loading", False):
         impl.lookup_client.clear_lookup_status(name)
 

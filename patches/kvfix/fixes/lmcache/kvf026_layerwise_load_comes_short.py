@@ -14,7 +14,7 @@ promised tokens beyond this number as failed, before the step saves anything. vL
 ends the request with an error (`kv_load_failure_policy`). If there is nothing to load, the fix stops `retrieve_layer`
 and yields empty results instead. KVF007 prevents the step from storing the KV that the step computes for this request.
 - Releases: LMCache 0.3.9.post1 to 0.5.6. LMCache 0.3.9 cannot report failed blocks. So the fix keeps the
-  crash in 0.3.9: without the crash, a request would return wrong text.
+  crash in 0.3.9, because a request would return wrong text without the crash.
 - Upstream: https://github.com/LMCache/LMCache/issues/899
 - Remove when: `start_load_kv` records the failed blocks of a layerwise load.
 """
@@ -78,7 +78,7 @@ def _report(impl: Any, request: Any, mask: Any, first: Any) -> int:
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
     """Promise 32 tokens for blocks 3 and 4. Load only block 3. With the bug, block 4 is not recorded as failed."""
-    import torch  # the adapter has imported it
+    import torch  # the adapter has already imported torch
 
     load = stubs.Stub(vllm_cached_tokens=0, lmcache_cached_tokens=32, can_load=True)
     mask = torch.arange(32) < 16

@@ -21,7 +21,7 @@ returns 0 tokens for this lookup, and the client sends no second lookup.
 from kvfix.fixes.api import ASYNC_LOOKUP_CLIENT, Any, Fix, fix_around, instead, stubs
 
 
-# LMCache's clean-up can still clear a lookup, because it first removes the lookup from `aborted_lookups`.
+# LMCache's clean-up can still clear a lookup, because the clean-up first removes the lookup from `aborted_lookups`.
 @fix_around(when=lambda client, lookup_id: lookup_id in client.aborted_lookups)
 def fix(client: Any, lookup_id: str) -> Any:
     return instead(None)

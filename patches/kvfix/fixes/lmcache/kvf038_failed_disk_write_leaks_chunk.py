@@ -50,7 +50,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
     """Let a write fail. With the bug, the memory stays in use."""
     size, release = stubs.Calls(0), stubs.Calls()
     memory = stubs.Stub(tensor=id, byte_array=b"", get_size=size, get_physical_size=size, ref_count_down=release)
-    backend = module.LocalDiskBackend.__new__(module.LocalDiskBackend)  # unlike a stub, it has all methods
+    backend = module.LocalDiskBackend.__new__(module.LocalDiskBackend)  # unlike a stub, this object has all methods
     vars(backend).update(
         _key_to_path=lambda key: os.devnull + "/none", write_file=stubs.Calls(OSError("no space")), usage=0,
         current_cache_size=0, disk_lock=nullcontext(), stats_monitor=stubs.Nothing(), disk_worker=stubs.Nothing(),

@@ -8,7 +8,7 @@ pipeline parallelism, vLLM may also schedule a token beyond `max_tokens`. When t
 last token of the turn and continues without it (`_update_request_as_session`, scheduler.py 0.32.0:1650). Attention
 layers overwrite the KV of the dropped token. A state cannot be rolled back, so it still includes the dropped token.
 
-Speculative decoding has the same effect. vLLM drops draft tokens that it has accepted beyond the end of a turn
+Speculative decoding has the same effect. vLLM drops accepted draft tokens that come after the end of a turn
 (`_update_request_with_output`, :2508), but the state still includes these tokens.
 
 Workaround: For streaming input to these models, use `--no-async-scheduling` and no speculative decoding.

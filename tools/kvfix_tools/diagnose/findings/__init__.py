@@ -95,6 +95,6 @@ def functions() -> dict[str, Callable[..., Answer | None]]:
 
 
 def notes() -> dict[str, list[Keeps]]:
-    """Return, for each kind of line, the functions that `note` registered. kvfix calls them before other functions."""
+    """Return, for each kind of line, the functions that `note` registered. kvfix calls `note` functions first."""
     functions()
     return _NOTES

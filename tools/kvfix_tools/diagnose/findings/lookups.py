@@ -96,7 +96,7 @@ class Lookups:
 
 
 class LookupsByFile(dict[str, Lookups]):
-    """For each file, its lookups. kvfix assumes that each file is the log of a different engine."""
+    """{log file: its lookups}. kvfix assumes that each file is the log of a different engine."""
 
     def __missing__(self, file: str) -> Lookups:
         return self.setdefault(file, Lookups())

@@ -1,7 +1,7 @@
-"""vLLM's NixlConnector in one engine, in pull or push mode, in the scheduler and worker roles.
+"""Run vLLM's NixlConnector in one engine of the lab, as scheduler and as worker. The mode is pull or push.
 
 pair.py makes two engines. The lab replaces NIXL's agent (nixl_network.py or nixl_real.py), the handshake's sockets and
-threads, the attention backend, and the clock of the leases. The agent registers the memory of the lab's KV cache.
+threads, the attention backend, and the clock of the leases. The lab's agent registers the lab's KV cache.
 """
 
 import threading

@@ -75,7 +75,7 @@ class Agent:
         return numpy.asarray(places)
 
     def prep_xfer_dlist(self, agent: str, places: Any, mem_type: str = "") -> int:
-        """Return a new list's handle. A row of `places`: address, bytes, device; since vLLM 0.33 also stride, count."""
+        """Return a new list's handle. Rows of `places`: (address, bytes, device). vLLM 0.33 adds stride and count."""
         name = self.name if agent == "NIXL_INIT_AGENT" else agent
         if name != self.name and name not in self._peers:
             raise AgentError("NIXL_ERR_NOT_FOUND")
@@ -140,7 +140,7 @@ class Agent:
         return "PROC"
 
     def begin(self, handle: int, transfer: Transfer) -> None:
-        """Begin a transfer. Raise AgentError if the peer has ended. A read may then still change bytes (nixl 1.5.1)."""
+        """Begin a transfer. Raise AgentError if the peer has ended. A failed read may change bytes (nixl 1.5.1)."""
         if not self._reaches(transfer.peer):
             spoil(transfer.pairs if transfer.reads else ())
             raise AgentError(GONE)
@@ -202,7 +202,7 @@ class Agent:
 
 
 class Network(PairNetwork):
-    """Holds the agents by name, the handshake listeners, and the messages and transfers in flight."""
+    """Holds the agents by name, the handshake listeners, the handshakes in flight and the writers."""
 
     agent_class: type[Agent] = Agent
 
@@ -323,7 +323,7 @@ class Signal(threading.Event):
 
 
 class _Writer:
-    """Replaces push mode's writer. A step runs the loop after a wake-up, or if blocks await decode's registration."""
+    """Replaces push mode's writer thread. `go_on` runs the loop if the thread is woken or has blocks to write."""
 
     def __init__(self, network: Network, loop: Any) -> None:
         self._network = network

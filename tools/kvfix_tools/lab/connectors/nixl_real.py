@@ -15,7 +15,7 @@ import numpy
 
 from kvfix_tools.lab.connectors.nixl_network import GONE, Agent, AgentError, Network, Transfer
 
-# Do not log refused calls, because NIXL also raises an exception for them. NIXL reads the variable when it is loaded.
+# Without this variable, NIXL logs each refused call and also raises an exception. NIXL reads the variable at import.
 os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
 #: Maximum seconds that the lab waits for a transfer or a notice. A transfer and a notice usually take milliseconds.
 _PATIENCE = 20.0

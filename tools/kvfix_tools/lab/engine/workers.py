@@ -40,7 +40,7 @@ class Worker:
     by_request = False  # True if the connector reports the requests of failed loads, not the blocks
 
     def start_step(self, metadata: Any, forward: bool) -> None:
-        """Make the calls of vLLM's worker before the forward pass."""
+        """Call the connector as vLLM's worker does before the forward pass."""
         self.bind(metadata)
         self.called.start_load_kv(SimpleNamespace(attn_metadata=object() if forward else None))
 
@@ -50,7 +50,7 @@ class Worker:
         self.called.bind_connector_metadata(metadata)
 
     def finish_step(self, forward: bool, ended: set[str], save_last: bool) -> KVConnectorOutput:
-        """Make the calls after the forward pass, and return the report of this rank."""
+        """Call the connector as vLLM's worker does after the forward pass. Return the report of this rank."""
         save_last = save_last and forward
         # without a forward pass, only OffloadingConnector saves, because it saves the last chunks of ended requests
         if not save_last and (forward or self.offloads):

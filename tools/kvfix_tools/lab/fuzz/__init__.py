@@ -1,1 +1,1 @@
-"""Random schedules: draw them from a seed, play them and shrink them."""
+"""Draw, play and shrink random schedules. A seed determines a schedule."""

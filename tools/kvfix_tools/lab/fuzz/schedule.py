@@ -124,8 +124,8 @@ def _rank(rng: Random, kind: str, options: Options) -> DrawnStep:
 def _step(rng: Random, kind: str, number: int, options: Options, room: int) -> DrawnStep:
     if kind in ("admit", "admit_again", "configured"):
         tokens = drawn_options.drawn_length(rng, room, options.chunk_size)
-        # vLLM makes every id unique (input_processor.py 0.32.0:371). Some connectors need unique ids: the worker of the
-        # multi-process connector never reports an id twice (vllm_multi_process_adapter.py 0.5.6:2034), and stores of
+        # vLLM makes every id unique (input_processor.py 0.32.0:371). Some connectors need unique ids. The worker of the
+        # multi-process connector never reports an id twice (vllm_multi_process_adapter.py 0.5.6:2034). Stores of
         # OffloadingConnector can outlive their request.
         again = kind == "admit_again" and options.connector == "v1" and not options.offloading
         which = rng.randrange(8) if again else number
