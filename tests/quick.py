@@ -1,7 +1,7 @@
 """`make quick` (pytest --quick) leaves out each test that imports torch, or starts a program that imports torch.
 
-vLLM and LMCache import torch. In place of torch, Python imports without_torch/torch.py. This file skips the test, or
-ends the program that the test started.
+vLLM and LMCache import torch. In place of torch, Python imports without_torch/torch.py, which skips the test or ends
+the program that the test started.
 """
 
 import os

@@ -97,7 +97,7 @@ def rows_of(fix: Fix, judge: Callable[[Target], Applicability] = applicability.j
 
 
 def _outcome(fix: Fix, decision: Decision) -> Applicability:
-    """Return the state in this process of the copy of the code that the decision is about."""
+    """Return the state of one copy of the fixed code in this process. decision: the decision about this copy."""
     if decision.outcome.state != "applicable":
         return decision.outcome
     if not fix.fixable:

@@ -18,7 +18,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-#: fix applies fixes. observe also records hooks. check also checks rules. strict also raises exceptions.
+#: fix applies fixes. observe also records hooks. check also checks rules. strict also raises violations as exceptions.
 MODES = ("fix", "observe", "check", "strict")
 
 

@@ -1,4 +1,4 @@
-"""Make logs and log lines for the tests of kvfix-diagnose. A line is a release's log statement with values."""
+"""Make logs for the tests of kvfix-diagnose. Each line is the text of a release's log statement, filled with values."""
 
 import gzip
 import re
@@ -27,7 +27,7 @@ STARTS = "(EngineCore_DP0 pid=276) INFO 12-03 01:24:36 [core.py:7] Initializing 
 
 
 def finding_logs(kind: str) -> dict[str, list[str]]:
-    """Return the logs of this kind for each problem code in finding_logs.toml. kind: `found`, `alike` or `says`."""
+    """Return {problem code: its logs of this kind}. finding_logs.toml explains the kinds (`found`, `alike`, `says`)."""
     known = tomllib.loads(Path(__file__).with_name("finding_logs.toml").read_text())
     return {code: [expanded(log) for log in logs.get(kind, ())] for code, logs in known.items()}
 

@@ -31,7 +31,7 @@ def connected() -> tuple[Any, Any, int, Any, Any]:
 )
 @answers(also="fixes answer")
 def test_the_load_has_failed_and_nothing_else(patience: float) -> list[bool]:
-    """Return whether KVF122 takes the client for connected before an answer, after the answer, and after the server has
+    """Return whether KVF122 sees the client as connected before an answer, after the answer, and after the server has
     closed the connection. Then return whether the load fails, and whether `get_chunk_size` ends."""
     from lmcache.v1.multiprocess.transport.zmq_impl.wire import decode_operation
 

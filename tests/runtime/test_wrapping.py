@@ -14,7 +14,7 @@ from kvfix.wrapping import GO_ON, WrappedFunction, after, around, before, instea
 pytestmark = pytest.mark.usefixtures("faults")
 
 
-class Hooked:  # calls: the arguments of each call of the hook; steps: what the wrapper did
+class Hooked:  # calls: the arguments of each call of the hook. steps: what the wrapper did
     def __init__(self, wrap: Callable[..., Any], error: Exception | None = None) -> None:
         self.calls: list[Any] = []
         self.steps: list[Any] = []

@@ -1,9 +1,9 @@
 """`kvfix replay FILE ...`: check recorded events with the ledger, and print findings with their histories.
 
 Each process has its own ledger. With several processes, kvfix also compares the loads of each rank with the scheduler's
-loads. If the scheduler and a rank have recorded a load, only the scheduler's ledger checks the load. Only this ledger
-checks the ends of leases. A lease is the time for which one engine keeps blocks for another (peer_recordings.py).
-With a router's log (`router`), a finding about several engines names the lines of this log that have the request's id.
+loads. Only the scheduler's ledger checks the ends of leases, and loads that the scheduler and a rank have recorded.
+A lease is the time for which one engine keeps blocks for another engine (peer_recordings.py). With a router's log
+(`router`), a finding about several engines names the lines of this log that have the request's id.
 """
 
 import json as jsonlib
@@ -59,7 +59,7 @@ def judged(found: Recording) -> list[Judged]:
 
 
 def judged_engine(engine: Engine) -> list[Judged]:
-    """Return the findings about the scheduler, about each rank, and about differences of a rank from the scheduler."""
+    """Return findings about the scheduler, about each rank, and about ranks whose loads differ from the scheduler's."""
     compared = engine.compared
     findings = []
     for part in engine.parts:

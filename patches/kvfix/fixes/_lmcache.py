@@ -95,7 +95,7 @@ def find_load(impl: Any) -> Callable[[Any], Any]:
     """Return a function that finds a load's request in `start_load_kv`: (tokens) -> metadata of the request, or None.
 
     `start_load_kv` loads the step's requests in order, and passes only the first tokens of each request to the engine.
-    The function returns each request once.
+    The returned function finds each request once.
     """
     metas = impl._parent._get_connector_metadata().requests
     pending = [each for each in metas if each.load_spec is not None and each.load_spec.can_load]

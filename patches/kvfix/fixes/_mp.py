@@ -1,7 +1,7 @@
 """Code that the fixes for the multi-process connectors share. LMCache's class and vLLM's copy have the same hooks.
 
-Since 0.4.7, LMCache's trackers count tokens. Trackers count blocks in LMCache up to 0.4.6, in LMCache's connectors for
-older vLLM and in vLLM's copy.
+Since 0.4.7, LMCache's request trackers count tokens. Trackers count blocks in LMCache up to 0.4.6, in LMCache's
+connectors for older vLLM and in vLLM's copy.
 """
 
 import inspect
@@ -51,7 +51,7 @@ def chunk_size(connector: Any) -> int:
 
 
 def token_ids(tracker: Any) -> list[int]:
-    """Return the tokens of LMCache's keys. Since 0.5.4, these tokens can differ from the request's tokens."""
+    """Return the tokens that LMCache's keys hash. Since 0.5.4, these tokens can differ from the request's tokens."""
     return list(tracker.get_token_ids() if hasattr(tracker, "get_token_ids") else tracker.all_token_ids)
 
 
@@ -125,7 +125,7 @@ def scheduler_side(module: ModuleType, found: int | None = 0) -> Any:
 
 
 def tracked(module: ModuleType, request: Any, found: int | None = 0, **counts: int) -> tuple[Any, Any]:
-    """Return, for probes, a connector that has looked up this request, and the request's tracker. counts: in tokens."""
+    """Return a connector that has looked up this request, and the request's tracker, for probes. counts: in tokens."""
     connector, tracker = scheduler_side(module, found), module.LMCacheMPRequestTracker(request)
     connector.request_trackers[request.request_id] = tracker
     for name, count in counts.items():

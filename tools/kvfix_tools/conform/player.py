@@ -20,10 +20,9 @@ from kvfix_tools.lab.pair.pair import Pair
 from kvfix_tools.lab.pair.pair_engine import Engines
 from kvfix_tools.lab.steps import Step
 
-#: kvfix drops these fuzzer steps for a connector without a stand-in (`scenarios.Side`). The steps need LMCache or a way
-#: to make loads fail.
+#: kvfix drops these fuzzer steps if `Subject.side` is None. The steps need LMCache or a way to make loads fail.
 _NOT_OF_ANY = {"lose_loads", "evict", "timeout"}
-#: Fuzzer features that are off for a connector without a stand-in. Only scenarios test several KV groups (SupportsHMA).
+#: Fuzzer features that are off if `Subject.side` is None. Only scenarios test several KV groups (SupportsHMA).
 _NOT_DRAWN = {"ranks", "windows", "offloading", "roles", "stops"}
 #: Fuzzer features that are off for a MultiConnector, which the lab plays with one rank and one KV group.
 _NOT_DRAWN_OF_MULTI = {"ranks", "windows", "states", "offloading"}
@@ -54,12 +53,12 @@ class Subject:
 
     @functools.cached_property
     def side(self) -> scenarios.Side | None:
-        """The lab's stand-in for this connector, or None if the lab has none."""
+        """How the lab plays this connector with a replaced part (a stand-in), or None if the lab replaces nothing."""
         return scenarios.side(self.connector, self.config)
 
     @functools.cached_property
     def lacks(self) -> set[str]:
-        """Keys of `scenarios.NEEDS` that the connector does not meet. Raises any error of the connector's import."""
+        """Keys of `scenarios.NEEDS` for needs that the connector does not meet. The import may raise any error."""
         if self.side is not None:
             return self.side.lacks
         groups = KVConnectorFactory.supports_hma_config(vllm_objects.vllm_config(self.options()).kv_transfer_config)
@@ -152,7 +151,7 @@ def drawn(seed: int, subject: Subject) -> Schedule:
 def shortest(
     schedule: Schedule, wanted: str, seconds: float, player: Callable[[Schedule], fuzz.Played], done: fuzz.Played
 ) -> tuple[Sequence[Any], Finding, fuzz.Played]:
-    """Shrink a schedule that has a finding with this signature. Return the steps, the finding and the results."""
+    """Shrink a schedule that has a finding with signature `wanted`. Return the steps, the finding and the results."""
     found = fuzz.shrink(schedule, wanted, seconds, player)
     for candidate, played in ((found, player(found)), (schedule, done)):
         finding = next((each for each in played.findings if fuzz.signature(each) == wanted), None)

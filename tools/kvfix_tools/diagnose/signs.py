@@ -59,7 +59,7 @@ def parse(sign: str) -> tuple[Sign, ...]:
 
 @lru_cache(maxsize=4096)
 def longest(text: str) -> str:
-    """Return the longest part of a template between its values (`<name>`)."""
+    """Return the longest part of a template between its placeholders (`<name>`)."""
     return max(PLACE.split(text)[::2], key=len)
 
 
@@ -79,7 +79,7 @@ def pattern(text: str) -> re.Pattern[str]:
 
 
 def fits(sign: Sign, line: LogLine) -> dict[str, Any] | None:
-    """Return the sign's values in this line by name, or None if the line does not fit the sign."""
+    """Return {placeholder of the sign: its value in this line}, or None if the line does not fit the sign."""
     fields = line.fields
     form = "died" if line.name == "raised" and fields.get("fault") else line.name
     if sign.form != form or (line.name == "died" and sign.within):

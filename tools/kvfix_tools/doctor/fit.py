@@ -70,7 +70,7 @@ def _imports(body: list[ast.stmt], package: Package, other: Package, inside: boo
         ):
             yield from _imports(node.body, package, other, inside)
         elif isinstance(node, ast.If) and inside and "TYPE_CHECKING" not in ast.unparse(node.test):
-            # kvfix cannot tell which branch Python takes, so imports that fail are left out.
+            # kvfix cannot tell which branch Python takes, so kvfix leaves out imports that fail.
             both = [*_imports(node.body, package, other, inside), *_imports(node.orelse, package, other, inside)]
             yield from (each for each in both if not _is_of(each, other) or not _lacks(each, other))
 

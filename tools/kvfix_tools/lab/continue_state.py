@@ -43,7 +43,7 @@ class Outcome(NamedTuple):
 
 
 class Continued(NamedTuple):
-    """frees: waiting requests whose abort lets all others end without fixes (20 are tried). differs: see `_Builder`."""
+    """frees: waiting requests (of 20 tried) whose abort lets all others end without fixes. differs: see `_Builder`."""
 
     schedule: Schedule
     as_released: Outcome
@@ -116,7 +116,7 @@ def _options(engine: Engine) -> Options:
         block_size=state["block_size"],
         num_blocks=state["pool"]["blocks"] + 1,
         chunk_size=connector["chunk_size"],
-        delay=3 + len(_loaded(engine.requests)),  # steps of a load: all loads begin before the first load ends
+        delay=3 + len(_loaded(engine.requests)),  # steps per load, so that all loads begin before the first load ends
         reserve_full_isl=bool(settings.get("reserve_full_isl")),
         async_scheduling=bool(settings.get("async_scheduling")) and "async_scheduling" not in lacks,
         policy=state["policy"] or "fcfs",
@@ -126,7 +126,7 @@ def _options(engine: Engine) -> Options:
 
 
 def _loaded(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the waiting requests that have blocks, because a load for them is in flight or has ended."""
+    """Return the waiting requests that have blocks. A load for each of them is in flight or has ended."""
     return [row for row in rows if row["queue"] not in ("running", "ended", "") and row["blocks"]]
 
 

@@ -38,13 +38,13 @@ class Scenario:
     """A schedule, and the rule that it must violate. The lab adds the steps `run` and `expect_all_ended` at the end.
 
     - shows: the code of the expected finding, and after a space a part of the finding's message
-    - needs: the releases that can play the schedule, as a specifier for each distribution; {}: all supported releases
-    - wrong: the releases with the bug, as a specifier for each distribution; {}: the releases of `needs`. On a
+    - needs: {distribution: specifier of the releases that can play the schedule}. {} stands for all supported releases.
+    - wrong: {distribution: specifier of the releases with the bug}. {} stands for the releases of `needs`. On a
       release without the bug, the schedule must have no finding.
-    - not_in_hooks: why kvfix, which sees only hooks, does not report the bug in a real engine; "": kvfix reports it.
+    - not_in_hooks: why kvfix, which sees only hooks, does not report the bug in a real engine. "": kvfix reports it.
       Default: "" for a rule KVR... or with `hooks_rule`, CONTENT for _CONTENT_RULES, REQUEST for other rules LAB...
     - hooks_rule: the rule that kvfix reports from the hooks, if kvfix reports another rule than `rule`
-    - hooks_releases: the LMCache releases in which kvfix reports the bug; (): all releases
+    - hooks_releases: the LMCache releases in which kvfix reports the bug. () stands for all releases.
     """
 
     schedule: Sequence[Step]
@@ -56,7 +56,7 @@ class Scenario:
     hooks_rule: str = ""
     hooks_releases: tuple[str, ...] = ()
     name: str = ""  # the key of the scenario in SCENARIOS
-    #: One sentence on what the schedule shows. Use "" if the fix has one scenario: `title` is then the fix's title.
+    #: One sentence on what the schedule shows. If the fix has one scenario, use "". `title` is then the fix's title.
     doc: str = ""
 
     def __post_init__(self) -> None:

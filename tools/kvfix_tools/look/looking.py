@@ -21,7 +21,7 @@ from kvfix_tools.dump.processes import Process
 from kvfix_tools.look import inject
 from kvfix_tools.look.other_process import OTHER_NAMESPACE
 
-PATIENCE = 4.0  # maximum seconds until a main thread reaches a bytecode. A lookup of LMCache takes up to 3 s
+PATIENCE = 4.0  # maximum seconds until a main thread runs Python code. A lookup of LMCache takes up to 3 s
 #: Patterns for a mapped library (_LIBRARY) or a word of the command (_PROGRAM) of a vLLM or LMCache process.
 _LIBRARY = re.compile(r"/(?:vllm|lmcache)/[^/\n]+\.so\b")
 _PROGRAM = re.compile(r"(?:^|/)(?:vllm|lmcache)(?:[._][\w.]+)?$|^VLLM::")
@@ -64,7 +64,7 @@ with open(ANSWER, "w") as file:
 
 
 class Way(NamedTuple):
-    """How kvfix read a process. reason: why kvfix did not read it from inside. setting: what the user can change."""
+    """How kvfix read a process. reason: why code in the process gave no answer. setting: what the user can change."""
 
     pid: int
     name: str
@@ -152,7 +152,7 @@ class Looker:
         self._known: set[int] = set()
 
     def look(self) -> Look:
-        """Read all processes at once. A look takes milliseconds, or seconds if a main thread reaches no bytecode."""
+        """Read all processes at once. A look takes milliseconds, or seconds if a main thread runs no Python code."""
         with ThreadPoolExecutor(max(1, len(self.tree))) as pool:
             read = list(pool.map(self._read, self.tree))
         at = time.monotonic()

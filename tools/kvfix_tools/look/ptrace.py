@@ -1,8 +1,8 @@
 """Stop a thread of another process for a tenth of a millisecond to call C functions in the thread (x86-64, aarch64).
 
 ptrace stops only this thread, and sends no signal to it. After a call, kvfix restores all registers, even the vector
-registers, because the thread may be inside a computation. A C function returns to a breakpoint instruction in the
-process's code, so the thread stops then. kvfix writes nothing to memory but the return address (x86-64).
+registers, because the thread may be inside a computation. kvfix lets each C function return to a breakpoint instruction
+in the process's code, where the thread stops. kvfix writes nothing to memory but the return address (x86-64).
 
 If the tracing process died during a call, the breakpoint would end the traced process. So kvfix forks a tracing process
 for each `stop`. The tracing process completes all calls of `stop` even if the user ends kvfix.

@@ -14,7 +14,7 @@ next step either. vLLM asks for the failed blocks after the save, or before the 
 
 vLLM rolls the request back to the last token before the failed blocks, and the fix records the request. When vLLM
 schedules the request again, the fix marks all tokens of the request as not saved. (Before LMCache 0.4.1, KVF008 marks
-the tokens.) The scheduler does not know which saves the workers skipped, so all tokens are saved again, except
+the tokens.) The scheduler does not know which saves the workers skipped, so LMCache saves all tokens again, except
 cached chunks.
 - Releases: LMCache 0.3.9 to 0.5.6. 0.3.9 does not know which blocks failed, so the fix has no effect there.
 - Remove when: `wait_for_save` skips the requests whose load failed.

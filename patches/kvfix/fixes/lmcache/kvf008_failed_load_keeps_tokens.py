@@ -7,8 +7,8 @@ number of retrieved tokens is less than the expected number of tokens! This shou
 Cause: When a load fails, vLLM rolls the request back to its last good token. But LMCache's tracker keeps all tokens of
 the request, and appends the tokens of the next step. The tracker then has more tokens than the request has slots.
 
-Fix: Before each step, the fix looks for trackers with more tokens than vLLM has computed. It removes the extra tokens,
-and marks the remaining tokens as not saved. LMCache then saves these tokens again, and skips cached chunks.
+Fix: Before each step, the fix looks for trackers with more tokens than vLLM has computed. The fix removes the extra
+tokens, and marks the remaining tokens as not saved. LMCache then saves these tokens again, and skips cached chunks.
 - Upstream: https://github.com/LMCache/LMCache/issues/2294, https://github.com/LMCache/LMCache/pull/2516 (in 0.4.1).
 """
 

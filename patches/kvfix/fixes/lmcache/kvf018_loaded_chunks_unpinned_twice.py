@@ -5,12 +5,12 @@ somewhere.Setting pin count back to 0 as a hack but please find the bug.` If the
 chunks of a hit before the request loads them, and logs `Num retrieved tokens: 0, num expected tokens: ...`.
 
 Cause: A lookup pins the chunks that it finds in the CPU cache until `lookup_unpin`. In LMCache 0.5.2 to 0.5.5,
-`retrieve` unpins the loaded chunks (cache_engine.py:935). In 0.4.3 to 0.5.6, `retrieve_layer` also unpins (0.5.6:1139).
-This unpin is right for chunks read from disk. But a chunk of the CPU cache is the same object that the lookup has
-pinned, so `lookup_unpin` unpins the chunk again. If a second request has pinned the chunk too, the second pin is lost.
+`retrieve` unpins the loaded chunks (cache_engine.py:935). In 0.4.3 to 0.5.6, `retrieve_layer` also unpins the loaded
+chunks (0.5.6:1139). This unpin is right for chunks read from disk. But a chunk of the CPU cache is the object that the
+lookup has pinned, so `lookup_unpin` unpins the chunk again. If a second request has pinned the chunk, that pin is lost.
 
 Fix: When a load begins, the fix adds one pin to each chunk of the CPU cache that the request's lookup has pinned. If
-the load keeps an added pin, the fix releases the pin. The fix also passes the request id to `retrieve_layer`.
+the load does not release an added pin, the fix releases it. The fix also passes the request id to `retrieve_layer`.
 - Releases: LMCache 0.5.2 to 0.5.5; with `use_layerwise` 0.4.3 to 0.5.6.
 - Upstream: https://github.com/LMCache/LMCache/issues/5090, https://github.com/LMCache/LMCache/issues/2954,
   https://github.com/LMCache/LMCache/pull/5095 are open; `retrieve` is fixed in 0.5.6.

@@ -49,7 +49,7 @@ class Stored:
 
 @dataclass
 class Stores:
-    """The blocks in stores that may be in flight. held: not freed by vLLM yet. freed: ids of the freed blocks."""
+    """The blocks in stores that may be in flight. held: blocks that vLLM has not freed. freed: ids of freed blocks."""
 
     held: list[Stored] = field(default_factory=list)
     freed: set[int] = field(default_factory=set)

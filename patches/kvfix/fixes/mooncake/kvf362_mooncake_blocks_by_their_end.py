@@ -16,7 +16,7 @@ from kvfix.fixes.api import GO_ON, MOONCAKE_SCHEDULER, Any, Fix, fix_before, stu
 
 
 def _send_no_block(connector: Any, *_: Any, **__: Any) -> Any:
-    """Make decode's load fail, because prefill's sender finds too few blocks."""
+    """Send no blocks. Prefill's sender then finds too few blocks and reports decode's load as failed."""
     for name, (request, blocks) in connector._reqs_need_send.items():
         connector._reqs_need_send[name] = request, [[] for _ in blocks]
     return GO_ON

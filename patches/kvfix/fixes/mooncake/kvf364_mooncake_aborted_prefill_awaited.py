@@ -39,7 +39,7 @@ def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_:
 
 
 def _drop(worker: Any, transfer: str) -> None:
-    """Drop the transfer, in the loop of the sender. The sender reports a ready transfer without blocks as failed."""
+    """Drop the transfer in the sender's event loop. The sender reports a ready transfer without blocks as failed."""
     module = api.MOONCAKE_WORKER.imported
     dropped = worker.reqs_need_send.get(transfer)
     if dropped is None:
@@ -48,7 +48,8 @@ def _drop(worker: Any, transfer: str) -> None:
         )
     elif dropped.ready.is_set():  # the transfer has blocks to send, or was dropped before
         return
-    dropped.p_req_id, dropped.local_block_ids, dropped.need_send = "", [], 1 << 30  # `sent` never reaches need_send
+    # vLLM removes an entry when its `sent` reaches `need_send`. This entry must stay until `_forget` removes it.
+    dropped.p_req_id, dropped.local_block_ids, dropped.need_send = "", [], 1 << 30
     dropped.ready.set()
     note(__name__, f"the transfer {transfer} is answered as failed")
     worker.sender_loop.call_later(module.envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT, _forget, worker, dropped)

@@ -10,7 +10,7 @@ ends the connection after the last answer.
 
 Fix: If no answer has listed a request, the fix reports the request as failed after the last answer. Then
 kv_load_failure_policy decides whether the decode engine fails the request or computes the prompt.
-- Upstream: None known; fixed in 0.33.0: vLLM counts a request as failed if the last answer omits the request.
+- Upstream: None known. vLLM 0.33.0 counts a request as failed if the last answer omits the request.
 """
 
 from kvfix.fixes import _mooncake

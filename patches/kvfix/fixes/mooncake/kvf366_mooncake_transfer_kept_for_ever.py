@@ -16,7 +16,7 @@ from kvfix import clock
 from kvfix.fixes import _mooncake
 from kvfix.fixes.api import MOONCAKE_WORKER, Any, Fix, fix_before, note
 
-#: Seconds between checks. The fix needs two checks without a waiter, because a new entry has no waiter at first.
+#: Seconds between checks. An entry must have no waiter in two checks, because a new entry has no waiter at first.
 _PAUSE = 0.25
 
 

@@ -9,8 +9,8 @@ prefill engine's list (base_worker.py 0.32.0:3455). The pairs are right only if 
 same token. If the router does not set `max_tokens` to 1, generated tokens may add blocks to prefill's list.
 
 Fix: Before a read, the fix cuts the prefill engine's list after the prompt's last block. If the prefill engine's list
-is too short, the load fails, and `kv_load_failure_policy` decides. The fix does nothing for KV groups without full
-attention, with context parallelism, or if the two engines have different block sizes.
+is too short, the fix reports the load as failed, and vLLM applies `kv_load_failure_policy`. The fix does nothing for KV
+groups without full attention, with context parallelism, or if the two engines have different block sizes.
 - Remove when: vLLM pairs the blocks by their position in the prompt.
 """
 

@@ -40,7 +40,7 @@ def _log_failure(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Read from a peer whose TP mapping the worker lacks. The bug raises KeyError, or the failure is not reported."""
+    """Read from a peer whose TP mapping is unknown. With the bug, the hook raises KeyError or reports no failure."""
     failed, failures = stubs.Calls(), set[str]()
     worker = _nixl.worker_side(_remote_agents={"p": {}}, _recv_failures=failures, _handle_failed_transfer=failed)
     return stubs.raises(KeyError, hook, worker, stubs.NAME, _nixl.load([7], [1])) or not (failed or failures)

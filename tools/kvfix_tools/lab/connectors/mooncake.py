@@ -49,7 +49,7 @@ class MooncakeWorker(PairWorker):
         called.register_kv_caches({kv_layout.LAYER.format(0): byte_memory.tensor(slots, options).squeeze(1)})
 
     def get_finished(self, ended: set[str]) -> Any:
-        # A sent request leaves `reqs_need_send` before this call. A request with an expired lease leaves in this call.
+        # vLLM removes a sent request from `reqs_need_send` before this call, and an expired request only in this call.
         kept = {each.p_req_id for each in self.adapter.reqs_need_send.values()}
         sent, received = super().get_finished(ended)
         for name in sorted(sent):  # the order of a set differs between runs
@@ -76,7 +76,7 @@ class MooncakeSide(PairSide):
         self._host = mooncake_network.Host(self.network, self.name)
         self._host.side = self
         mooncake_network.replace(self._host)
-        #: Requests whose KV was kept for decode. `look` skips these requests: decode may wait if decode asks late.
+        #: Requests whose KV was kept for decode. `look` skips these requests, because decode may ask late and wait.
         self._were_kept: set[str] = set()
         #: {transfer that the peer waits for: the transfer's entry in `reqs_need_send`}
         self._awaited: dict[str, Any] = {}
@@ -95,7 +95,7 @@ class MooncakeSide(PairSide):
         return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": self._transfer(name)}
 
     def for_decode(self, name: str, answer: Params | None) -> Params:
-        """Return the parameters for decode. The router makes them, because prefill returns no parameters."""
+        """Return the parameters for decode. The router makes the parameters, because prefill returns none."""
         return {
             "do_remote_decode": False, "do_remote_prefill": True, "remote_engine_id": self.engine_id,
             "remote_bootstrap_addr": f"http://{self._host.name}:{mooncake_network.PORT}",

@@ -40,7 +40,7 @@ class BothRoles:
         self._groups = kv_groups(options)
 
     def has_loaded(self, rank: int, name: str, span: tuple[int, int], several_groups: bool, fails: bool) -> None:
-        """Count a load, in `loads_offloaded` only on rank 0. Record the load if this is the only connector."""
+        """Count a load. `loads_offloaded` counts only rank 0's loads. Record the load if this is the only connector."""
         self.events.counts["loads_offloaded"] += not rank
         self.events.counts["loads_of_groups"] += several_groups
         if self.alone:

@@ -1,4 +1,4 @@
-"""Run a MultiConnector with two children in one or in both of two engines. The engines share no cache or CPU memory.
+"""Run a MultiConnector with two children in one or both engines of a pair. The engines share no cache or CPU memory.
 
 One child transfers KV between the engines. The other child is LMCache's in-process connector or OffloadingConnector.
 vLLM loads with the first child that promises tokens, and stores with both children.

@@ -57,7 +57,7 @@ class PrefetchingEngine(CacheEngine):
         self.unanswered: set[str] = set()
         self._asked: list[tuple[int, str, list[Any], list[int]]] = []
         events: Any = importlib.import_module("lmcache.v1.event_manager")
-        #: True if a load removes the event (up to LMCache 0.3.15). Since 0.4.1, `lookup_unpin` does so (PR 2559).
+        #: True if a load releases fetched chunks (LMCache up to 0.3.15). Since 0.4.1, `lookup_unpin` does (PR 2559).
         self._load_takes = not hasattr(events.EventManager, "get_event_future")
         # Attributes that LMCacheEngine.lookup_unpin reads. The upstream patch of KVF013 reads `_consumed_prefetches`.
         self.lookup_pins = {}
@@ -93,7 +93,7 @@ class PrefetchingEngine(CacheEngine):
     def retrieve(self, tokens: Any, mask: Any = None, **more: Any) -> Any:
         name = str(more["req_id"])
         if name not in self.fetched:
-            # as EventManager.get_event_future and pop_event raise (0.5.6 event_manager.py:142, :63)
+            # the error of EventManager.get_event_future and pop_event (0.5.6 event_manager.py:142, :63)
             raise AssertionError(f"Event {name} of type EventType.LOADING is not done or not found.")
         moved = super().retrieve(tokens, mask, **more)
         if self._load_takes:

@@ -9,7 +9,7 @@ from typing import Any
 NOTHING = 0
 GARBAGE = -1
 VOCABULARY = 512
-#: A cache holds a rank's contents XOR (rank << _MARK). The slots of the rank hold contents without this mark.
+#: In a cache, a rank's contents are marked with the rank (XOR rank << _MARK). In the rank's slots they have no mark.
 _MARK = 32
 
 
@@ -67,7 +67,7 @@ class Slots:
         return len(self._blocks)
 
     def put_in(self, blocks: Sequence[Any]) -> None:
-        """Replace the blocks. Each new block is a subclass of Block, and works like a list of ints."""
+        """Replace the blocks. Each new block is an object of a subclass of Block, and works like a list of ints."""
         self._blocks[:] = blocks
 
     def of_group(self, block_size: int) -> "Slots":

@@ -160,7 +160,7 @@ class Drafter:
 
         - scheduled: the drafts of the scheduler, with -1 for each unknown token
         - right: the right contents, at least up to the last draft
-        - misled: True if the step has read wrong KV; then the step accepts no draft
+        - misled: True if the step has read wrong KV. The step then accepts no draft.
         """
         options = self._options
         drafts = self._last.get(name, scheduled)[: len(scheduled)] if options.async_scheduling else scheduled
@@ -234,7 +234,7 @@ class Model:
         return hash(seed if embeds is None else (*seed, embeds.numpy().tobytes()))
 
     def change_weights(self) -> None:
-        """Change the right contents of all open requests. `wrong_text` then skips their earlier output."""
+        """Change the right contents of all open requests. `wrong_text` then skips output from before the change."""
         self._weights += 1
         for name, request in self.requests.items():
             if not request.is_finished():

@@ -15,7 +15,7 @@ from kvfix_tools.lab.engine.counts import Counts
 from kvfix_tools.lab.engine.model import Model
 from kvfix_tools.lab.options import Options
 
-#: A request is stuck after waiting this many steps for a load that is not in flight. A load's report takes fewer steps.
+#: Steps after which a request is stuck if its load is not in flight. Reporting the end of a load takes fewer steps.
 STUCK = 8
 #: Seconds that LMCache waits for a lookup (lookup_timeout_ms).
 LOOKUP_TIMEOUT = 3.0
@@ -29,7 +29,7 @@ class Liveness:
         self._manager = manager = scheduler.kv_cache_manager
         coordinator: Any = manager.coordinator
         allocate, count = manager.allocate_slots, coordinator.get_num_blocks_to_allocate
-        #: (blocks that vLLM counted last, True if counted for the whole request) (kv_cache_manager.py 0.32.0:526, 561)
+        #: (vLLM's last block count, True if the count is for the whole request) (kv_cache_manager.py 0.32.0:526, 561)
         self._counted = (0, False)
         #: The request for which the scheduler found too few blocks, and how many blocks the request needs.
         self._refused: tuple[Any, int] = (None, 0)
@@ -55,7 +55,7 @@ class Liveness:
     def state(self, in_flight: int, undecided: set[str], lookups: int) -> liveness.State:
         """Return the state after a step that scheduled no tokens. undecided: requests whose lookup has no result yet.
 
-        in_flight: number of blocks from `take_blocks`, plus number of steps without output. lookups: lookups in flight.
+        in_flight: blocks that the lab's step `take_blocks` holds, plus steps without output. lookups: those in flight.
         """
         scheduler = self._scheduler
         queues = [getattr(scheduler, name) for name in QUEUES if hasattr(scheduler, name)]
@@ -108,7 +108,7 @@ class RequestEvents:
         self._by_priority = options.policy == "priority"
         #: {request: number of external tokens that the connector last promised}
         self._promised: dict[str, int] = {}
-        #: Requests that were open while the server was stopped. Their stores may have holes; their read locks time out.
+        #: Requests that were open while the server was stopped. Their stores may have holes. Their read locks time out.
         self.met_silence: set[str] = set()
         self._ledger = Ledger()
         self._ended: set[str] = set()
@@ -260,7 +260,7 @@ class RequestEvents:
         self.counts["ranks_differ"] += self._found.get(name) != tokens
 
     def loaded(self, name: str, end: int, tokens: int, rank: int = 0) -> None:
-        """Note that a rank has loaded `tokens` tokens, up to token `end`. After the last rank, record the load."""
+        """Note that a rank has loaded `tokens` tokens up to `end`. When all ranks have loaded, record the load."""
         arrived = self._arrived.setdefault(name, {})
         arrived[rank] = end, tokens
         if len(arrived) < self._ranks:
@@ -280,8 +280,8 @@ class RequestEvents:
 
     def stored(self, name: str, tokens: list[int], start: int, end: int, rank: int = 0) -> None:
         """Check a rank's store, and record stores of rank 0. Tokens of a hit count as cached even if their load failed.
-        If stores skip cached chunks, do not record a store of an ended request. No Scheduled event counts the drafts
-        that vLLM accepted in the last step, so a store of these drafts would violate KVR008."""
+        If stores skip cached chunks, do not record a store of an ended request. The store may have drafts that vLLM
+        accepted in the last step. No Scheduled event counts these drafts, so the store would violate KVR008."""
         request = self.model.requests[name]
         if not rank:
             self.counts.stored(end - start)
