@@ -1,4 +1,4 @@
-"""A connector that keeps the KV of each block in a separate file. It passes `kvfix conform`.
+"""A connector that keeps the KV of each block in a separate file. The connector passes `kvfix conform`.
 
 This connector works for one worker. With several workers, give each rank its own folder, and promise only blocks that
 all ranks stored.
@@ -28,7 +28,7 @@ class FolderConnector(KVConnectorBase_V1):
         self.requests, self.stored, self.loads = {}, {}, {}  # used in the scheduler's role
         self.received, self.failed = set(), set()  # used in the worker's role
 
-    def files(self, request):  # vLLM's hash of a block covers the adapter, the salt and all tokens up to its end
+    def files(self, request):  # vLLM's block hash covers the adapter, the salt and all tokens up to the block's end
         return [str(self.folder / block_hash.hex()) for block_hash in request.block_hashes]
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
@@ -51,7 +51,7 @@ class FolderConnector(KVConnectorBase_V1):
             request, blocks = self.requests[name], self._kv_cache_manager.get_block_ids(name)[0]
             start = request.num_computed_tokens
             end = start + tokens - len(scheduler_output.scheduled_spec_decode_tokens.get(name, ()))
-            # blocks that are whole after this step, and whose tokens are known
+            # store the blocks that are full after this step and contain no draft token
             pairs = list(zip(self.files(request), blocks, strict=False))[: end // self.size]
             meta.stores += pairs[min(start // self.size, self.stored.get(name, start)) :]
             self.stored[name] = len(pairs)

@@ -4,7 +4,7 @@
     kvfix.apply()          # before vLLM is launched
 
 `apply` fixes the known bugs of the installed releases. The fixes run in this process and in vLLM's child processes.
-`apply` does not import vLLM, LMCache or torch, because kvfix applies a fix after the import of the fixed module.
+`apply` does not import vLLM, LMCache or torch. kvfix applies each fix later, after the import of the fixed module.
 """
 
 from kvfix.activation import apply, revert, status

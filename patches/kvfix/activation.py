@@ -33,7 +33,7 @@ _ALLOWED_PLUGINS = "VLLM_PLUGINS"
 _RAY_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
 #: Top-level packages with functions to fix. The first import from one of these packages loads the fixes.
 PACKAGES = ("lmcache", "vllm")
-#: Modules with functions that the connector events wrap in every mode except `fix`.
+#: In every mode except `fix`, kvfix wraps functions of these modules to record connector events.
 WATCHED = ("vllm.distributed.kv_transfer.kv_connector.factory", "vllm.v1.core.sched.scheduler")
 
 
@@ -50,7 +50,7 @@ def apply(
     Call this function before you launch vLLM. If you call it again, the new configuration replaces the old one. The
     function imports no heavy module, because kvfix applies a fix later, when the engine imports the fixed module.
 
-    mode: `fix` applies fixes. `observe` also records the connector hooks. `check` also checks rules at each hook, and
+    mode: `fix` applies fixes. `observe` also records hook calls. `check` also checks rules at each hook, and
     reports violations in the log and in files. `strict` also raises `kvfix.connector_events.Violation`.
     only, skip, plus: codes (`KVF001`) or slugs of fixes. By default, kvfix applies all fixes that are not opt-in.
     only: apply no other fixes. skip: do not apply these fixes. plus: apply these opt-in fixes too.
@@ -133,7 +133,7 @@ def _with(listed: str, item: str) -> str:
 
 
 class Finder:
-    """A meta path finder that applies fixes after a module's execution. The other finders find the module."""
+    """A meta path finder that applies fixes after a module has run. Other finders find the module."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
@@ -199,7 +199,7 @@ def _all_modules() -> frozenset[str]:
 
 
 def _settle_when_executed(spec: ModuleSpec) -> None:
-    """Make the loader apply fixes after the module has run. Other tools read the loader, so keep the loader."""
+    """Make the loader apply fixes after the module has run. Other tools read `spec.loader`, so the loader stays."""
     loader = spec.loader
     execute = getattr(loader, "exec_module", None)
     if loader is None or execute is None:

@@ -46,7 +46,7 @@ def commanded(name: str) -> Any:
 
 
 def faults() -> Any:
-    """Find a scenario that shows each connector's fault. Return the violations, and the scenario's number of steps."""
+    """For each connector, find a scenario that shows its fault. Return violations and the number of steps."""
     found = {}
     with command.chosen(fixes=True):
         for name, rule in FAULTS.items():

@@ -18,7 +18,7 @@ from tests import late
 from tests.conftest import RELEASES, Once
 from tests.connector_events.conftest import Replayed
 
-#: For each node, the seconds by which the node's monotonic clock and wall clock are ahead.
+#: {node: (seconds by which its monotonic clock is ahead, seconds by which its wall clock is ahead)}
 CLOCKS = {"n0": (0.0, 0.0), "n1": (5000.0, -3.0), "n2": (-700.0, 40.0)}
 Lines = dict[str, Any]
 
@@ -46,7 +46,7 @@ def on_node(
 
 
 def assert_between(clock: Any, true: float) -> None:
-    """Assert that the clock's bounds contain the estimate and `true`: the seconds by which the clock is ahead."""
+    """Assert that the clock's bounds contain the estimate and `true`. true: seconds by which the clock is ahead."""
     assert clock.low <= clock.ahead <= clock.high
     assert clock.low <= int(true * 1e9) <= clock.high
 
@@ -201,7 +201,7 @@ def test_without_common_events_wall_clocks_are_compared(files: dict[str, Path], 
 
 
 def sequence(text: str) -> list[ev.Event]:
-    """Return an event per character: "A": request A loads; "a": request a stores; "2": B is aborted; "-": any other."""
+    """Return an event per character. "A": request A loads. "a": request a stores. "2": B is aborted. "-": any other."""
     made: list[ev.Event] = []
     for letter in text:
         if letter == "-":

@@ -81,7 +81,7 @@ def play_all(path: str) -> dict[str, Any]:
 
 
 def bounded(play: Any, folder: Path) -> Any:
-    """Exceed the recorder's limits. Return the kept events, the last file's size and last event, and the kept files."""
+    """Exceed the recorder's limits. Return (number of events, last file's size, its last event, number of files)."""
     play("observe", "bounded")
     from kvfix.connector_events import recorder
     from kvfix.ledger import events

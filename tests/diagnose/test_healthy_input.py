@@ -18,7 +18,7 @@ ERRORS = (
     b"ERROR:    Exception in ASGI application\n",
     b"ValueError: This model's maximum context length is 8192 tokens.\n",
 )
-FOREIGN = sorted((Path(__file__).parent / "foreign").iterdir())  # texts that are no log of an engine
+FOREIGN = sorted((Path(__file__).parent / "foreign").iterdir())  # texts that are not engine logs
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("*.md"))]
 
 
@@ -32,7 +32,7 @@ def parts(whole: list[bytes], step: int) -> Iterator[list[bytes]]:
 
 
 def found(text: bytes, general: bool = False) -> list[str]:
-    """Return the codes of findings except notes. general: include notes of general problems, except KVD1041."""
+    """Return the codes of findings except notes. general: also return notes of general records, except KVD1041."""
     return [
         each.rule.code
         for each in diagnosed(text).findings
@@ -62,5 +62,5 @@ def test_what_is_no_log_of_an_engine_has_no_finding(path: Path) -> None:
     assert found(b"".join(whole)) == []
     for part in parts(whole, 10):
         assert found(b"".join(part)) == [], part[0]
-    for line in whole if path not in PAGES else ():  # a single message that kvfix's pages quote can give a finding
+    for line in whole if path not in PAGES else ():  # kvfix's pages quote log messages that have findings
         assert found(line) == [], line

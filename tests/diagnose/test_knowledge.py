@@ -1,4 +1,4 @@
-"""Test the records of known problems: the schema, the signs in released source, and one remedy for each line."""
+"""Test that records of known problems are valid, have signs in released source, and do not match the same log line."""
 
 import re
 from collections.abc import Mapping
@@ -134,7 +134,7 @@ def claimed(problem: Problem, dist: str) -> list[str]:
 
 @lru_cache(maxsize=1)
 def anchors() -> dict[str, dict[str, frozenset[str]]]:
-    """Return, by text (see `needle`) and by distribution, the releases whose source has the text."""
+    """Return {text: {distribution: releases whose source has the text}}. `needle` returns the text of a sign."""
     needles = sorted({part for each in catalogue() for sign in each.shows if len(part := needle(sign)) >= _SHORTEST})
     search = AhoCorasick(needles)
     found: dict[str, dict[str, set[str]]] = {part: {"lmcache": set(), "vllm": set()} for part in needles}
@@ -158,7 +158,7 @@ def _source(package: Path) -> str:
 
 @EVERY
 def test_the_signs_stand_in_the_releases_that_the_record_covers(problem: Problem) -> None:
-    """Each release's source has a sign of the record, unless a library prints the signs or `unanchored` is set."""
+    """Find a sign in the source of each release that the record covers. Skip records with `said_by` or `unanchored`."""
     if problem.said_by or problem.unanchored:
         return
     found = [anchors().get(needle(sign), {}) for sign in problem.shows]
@@ -172,7 +172,7 @@ def test_the_signs_stand_in_the_releases_that_the_record_covers(problem: Problem
         assert not missing, f"narrow `releases`: no sign stands in {missing}"
 
 
-#: For each pattern of compiled libraries in the wheel of nixl, the records whose signs the libraries print.
+#: {pattern of compiled libraries in nixl's wheel: records whose signs these libraries print}
 COMPILED = {
     "nixl_cu1*.libs/**/libuc*.so*": [
         each
@@ -185,7 +185,7 @@ COMPILED = {
 
 @pytest.mark.parametrize("pattern", COMPILED)
 def test_signs_of_a_library_stand_in_it(pattern: str) -> None:
-    """NIXL prints a function name before a message, and UCX prints a level. The libraries lack these prefixes."""
+    """NIXL logs a function name before a message, and UCX logs a level. The library files lack these prefixes."""
     libraries = sorted(site_packages().glob(pattern))
     if not libraries:
         pytest.skip("nixl is not installed here, so that there is no library to look into")
@@ -233,7 +233,7 @@ _VERSION = re.compile(r"\d[\w.]*")
 
 
 def meet(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
-    """Return True if, for each distribution, the ranges overlap. Overlapping ranges share a bound, so test bounds."""
+    """Return True if the ranges overlap for each distribution. Overlapping ranges share a bound, so try only bounds."""
     for dist in one.keys() & other.keys():
         bounds = ["0", *_VERSION.findall(one[dist]), *_VERSION.findall(other[dist])]
         ranges = [SpecifierSet(each[dist], prereleases=True) for each in (one, other)]

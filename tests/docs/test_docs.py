@@ -19,7 +19,7 @@ from maintain.documentation.diagnose_picture import picture
 from tests.conftest import ROOT, clean_environment
 from tests.diagnose.lines import real
 
-#: The text to add to each page. The texts link to missing pages or headings, and the navigation lacks alone.md.
+#: {page: text that the test adds}. The texts link to missing pages or headings, and the navigation lacks alone.md.
 PLANTED = {
     "docs/faq.md": "[gone](nowhere.md) and [gone](matrix.md#lmcache-9.9)",
     "README.md": "[gone](docs/nothing.md)",

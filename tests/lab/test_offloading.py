@@ -1,4 +1,4 @@
-"""Test vLLM's offloading connectors: bugs that no scenario plays (KVF334, 335, 370), false findings, and events."""
+"""Test vLLM's offloading connectors: bugs without a scenario (KVF334, 335, 370), false findings, and events."""
 
 import os
 from contextlib import suppress
@@ -77,7 +77,7 @@ def test_a_load_that_fails_behind_another_has_no_finding() -> list[str]:
 
 @answers([])
 def test_a_store_that_a_reset_leaves_has_no_finding() -> list[str]:
-    """A reset frees the source blocks of a running store. The request then has more stored tokens than computed."""
+    """A reset frees the source blocks of a running store. The request then has more stored than computed tokens."""
     options = replace(
         SIMPLE, block_size=4, chunk_size=4, num_blocks=25, max_num_batched_tokens=8, delay=5, max_num_seqs=2,
         drafter="mtp", drafts=4, acceptance=30, cpu_blocks=75, extra={"lazy_offload": False},
@@ -174,7 +174,7 @@ def test_malformed_parameters_end_no_engine() -> list[Any]:
             tier.lookup(b"key", context)
             tier.on_request_finished(context)
             assert context.kv_transfer_params == params
-        except Exception as error:  # noqa: BLE001 - EngineCore would die of it
+        except Exception as error:  # noqa: BLE001 - EngineCore would die of any exception
             policy = type(error).__name__
         found.append(policy)
     right = [policy for _, policy in RIGHT]

@@ -71,7 +71,7 @@ def test_with_fixes(slug: str, release: str, once: Once) -> None:
         return
     assert each["outcome"] in ("clean", "not-applicable"), each
     if each["outcome"] == "clean" and each["expected"] == "violated":
-        # A pair of engines may store no tokens, but then has a lease or an abort. A streaming session has inputs.
+        # A pair of engines may store no tokens, but then counts leases or aborts. A streaming session counts inputs.
         done = ("stored_tokens", "finished", "leases", "aborted", "aborts", "inputs")
         assert sum(each["counts"].get(name, 0) for name in done) > 0, "nothing was tested"
 
@@ -156,7 +156,7 @@ def test_the_list_as_json_and_as_a_table_that_is_piped(fresh: Fresh) -> None:
         assert line.rstrip().endswith(scenario.title)
 
 
-#: The error message of the bug report. Users search for this message, so it must be on one line.
+#: The error message of the bug report. Users search for the message, so the demo must print the message on one line.
 REPORTED = (
     "Mismatch in tokens to load: 256 vs 256 (tokens in lmcache) - 336 (tokens in vllm) - 0 (full lmcache hits "
     "subtracts last token to recalculate logits)"

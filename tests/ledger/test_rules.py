@@ -27,7 +27,7 @@ TWICE = [*LATE, ev.TimedOut("r", 3.0, 13.1)]
 AFTER = [FRESH._replace(computed=336, promised=176), ev.Granted("r", 176)]
 UNASKED = ev.Scheduled("r", 0, 16)
 
-#: For each rule, the cases: (name, earlier events, event to check, verdict). Verdict None means no finding.
+#: {rule: [(case, earlier events, event to check, verdict)]}. Verdict None: the rule has no finding.
 CASES: dict[str, list[tuple[str, list[ev.Event], ev.Event, str | None]]] = {
     "KVR001": [
         ("more than remains", [], ASKED._replace(promised=664), "violated"),

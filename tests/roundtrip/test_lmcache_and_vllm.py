@@ -14,7 +14,7 @@ from tests.roundtrip.test_planted_faults import WITHOUT
 
 PACKED = ("packed", "packed-hnd", "packed-pool")
 PLAIN = ("nhd", "nhd-block-first", "mla")
-#: Layouts in which every cell of a backend passes with the fixes. The multi-process mode passes with all LAYOUTS.
+#: {backend: layouts with which every cell passes if the fixes are applied}
 RIGHT = {
     **dict.fromkeys(("lmcache-v2", "lmcache-v3", "lmcache-engine"), (*PLAIN, *PACKED)),
     "lmcache-layerwise": (*PLAIN, "hnd", "hnd-block-first"),

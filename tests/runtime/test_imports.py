@@ -30,7 +30,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
                 yield inside if inside in FILES else node.module
 
 
-#: For each module of kvfix, the imported modules of kvfix. Imports under `if TYPE_CHECKING` do not count.
+#: {module of kvfix: the modules of kvfix that the module imports}. Imports under `if TYPE_CHECKING` do not count.
 NEEDS = {
     name: FILES.keys() & set(imported(WithoutTypes().visit(ast.parse(path.read_text()))))
     for name, path in FILES.items()

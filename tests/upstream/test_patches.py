@@ -20,9 +20,9 @@ from tests.upstream import patched
 
 #: The newest LMCache with which vLLM's copy of the multi-process connector works.
 FOR_IN_TREE = "0.4.6"
-#: The lab's connector that runs the code of a vLLM fix, by prefix of the fix's code. Longer prefixes come first.
+#: {code prefix of vLLM fixes: the lab's connector that runs the fixed functions}. Longer prefixes come first.
 OF_VLLM = {"KVF33": "offloading", "KVF373": "v1", "KVF37": "simple-offload"}
-#: The lab replaces LMCache's cache engine. So these modes of test_async_release show the bugs of these fixes.
+#: {fix of LMCache's cache engine: mode of test_async_release that shows the bug}. The lab replaces the cache engine.
 ENGINE = {"KVF013": "async", "KVF018": "layers"}
 #: Reasons why a patch and its fix give different events in scenarios or in random schedules with faults.
 DIFFERS = {("KVF036", "lmcache"): "the patch also answers a lookup that is sent again after a timeout, as KVF011 does"}
@@ -63,7 +63,7 @@ IDS = [f"{row.slug}-{row.dist}-{row.version}" for row in PATCHES]
 
 
 class Release:
-    """A process that has imported one LMCache and the lab. unpatched: results of the release without patches."""
+    """A process that has imported one LMCache release and the lab. unpatched: results without patches."""
 
     def __init__(self, lmcache: str, scratch: Path) -> None:
         rows = [row for row in PATCHES if lmcache_of(row) == lmcache]

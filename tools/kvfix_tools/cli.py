@@ -90,7 +90,7 @@ def run(
 ) -> int:
     """Run a program, such as `vllm serve` or `lmcache server`, with the fixes in all its processes.
 
-    The program replaces kvfix, so the exit code is the program's. 127: there is no such program. 126: it cannot run.
+    The program replaces kvfix, so the exit code is the program's. 127: no such program. 126: the program cannot run.
     """
     try:
         choice = Config(mode, only, skip, layers, plus, audit)
@@ -134,7 +134,7 @@ def replay(
     router: Annotated[Path | None, value("LOG", "Also read this log of the router in front of the engines.")] = None,
     json: Json = False,
 ) -> None:
-    """Check the events in recorder files, or in bundles that kvfix dump wrote. Exit 1 if they violate a rule.
+    """Check the events in recorder files, or in bundles that kvfix dump wrote. Exit 1 if an event violates a rule.
 
     Print the history of each violation. Files may come from several processes, ranks and nodes.
     """
@@ -169,8 +169,7 @@ def look(
 ) -> None:
     """Show why a running engine makes no progress, and what to do. The engine may run without kvfix.
 
-    Exit 0: no problem. 1: a problem. With --core, 1 means that a thread was in a connector hook.
-    77: kvfix may not read the process, or PyStack is missing (only for --core).
+    Exit 0: no problem. 1: a problem, or with --core a thread in a connector hook. 77: kvfix cannot read the process.
     """
     from kvfix_tools.look import command
 

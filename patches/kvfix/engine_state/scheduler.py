@@ -5,7 +5,7 @@
      "answers": 1,              number of steps whose output vLLM does not have yet; None without an EngineCore
      "deferred": 0,             blocks that steps in flight may still use; vLLM frees these blocks after the steps
      "ended_reports": ["r1"],   requests whose load was reported, but which the scheduler has already dropped
-     "ranks_left": {"r7": 1},   1 rank has not reported the load of "r7" yet, and some ranks have reported the load
+     "ranks_left": {"r7": 1},   1 rank has not yet reported the load of "r7", but other ranks have
      "settings": {"max_num_batched_tokens": 8192, ...},    settings with which `kvfix lab` builds a scheduler
      "requests": [{...}]}       waiting requests in the scheduler's order, then running ones, then ended ones
 
@@ -15,7 +15,7 @@ A request has these fields:
      "since": 3.1,              seconds that the request has waited; None: not known
      "computed": 128, "total": 140, "prompt": 138, "blocks": 8, "preemptions": 0, "priority": 0,
      "report": "loaded",        load report that the scheduler has not handled yet: "loaded", "failed", or "" for none
-     "needs": 1,                free blocks needed for admission, with "reserved" for loads between steps; None: unknown
+     "needs": 1,                free blocks that admission needs, plus "reserved" for loads between steps; None: unknown
      "lookup": "in flight", "asked": 0, "hit": 128, "promised": 128, "granted": 128, "loading": [0, 128],
      "loaded": 128, "stored": 0, "phase": "READY", "source": "recorder"}
 
@@ -37,7 +37,7 @@ Row = dict[str, Any]
 
 
 def read(scheduler: Any, engine: Any, held: dict[str, Row], recorded: dict[str, Row], full: bool) -> Row | None:
-    """Return the state, or None without a scheduler. held, recorded: rows by request, from connectors and recorder."""
+    """Return the state. held: {request id: row} of the connectors. recorded: {request id: row} of the recorder."""
     if scheduler is None:
         return None
     pool = scheduler.kv_cache_manager.block_pool
@@ -54,7 +54,7 @@ def read(scheduler: Any, engine: Any, held: dict[str, Row], recorded: dict[str, 
             if full:
                 row["block_ids"] = [[block.block_id for block in group] for group in _blocks(scheduler, request)]
                 row["hashes"] = [bytes(each).hex() for each in list(getattr(request, "block_hashes", ()))]
-        except Exception as error:  # noqa: BLE001  the other requests can still be read
+        except Exception as error:  # noqa: BLE001  an error must not hide the other requests
             row = {"id": getattr(request, "request_id", ""), "queue": queue, "unread": type(error).__name__}
         rows.append(row)
     pause = getattr(scheduler, "_pause_state", None)
@@ -83,7 +83,7 @@ def read(scheduler: Any, engine: Any, held: dict[str, Row], recorded: dict[str, 
 
 
 def _requests(scheduler: Any) -> list[tuple[Any, str]]:
-    """Return (request, queue). Queue "ended": vLLM keeps the blocks until they are sent. Queue "": no queue."""
+    """Return (request, queue). Queue "ended": vLLM keeps the blocks until the KV is sent. Queue "": no queue."""
     found = [(each, name) for name in QUEUES for each in list(getattr(scheduler, name, ()))]
     found += [(each, "running") for each in list(scheduler.running)]
     listed = {request.request_id for request, _ in found}

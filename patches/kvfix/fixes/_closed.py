@@ -152,7 +152,7 @@ def recompute_all(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
         request._kvfix_compute = True  # KVF205 reads this attribute, so that LMCache promises 0 tokens
         try:
             scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
-        except TypeError:  # vLLM up to 0.31
+        except TypeError:  # vLLM up to 0.31 has no parameter `drop_stale_output`
             scheduler._preempt_request(request, time.monotonic())
         scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
     return answer

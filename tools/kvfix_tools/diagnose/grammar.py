@@ -17,7 +17,7 @@ from kvfix_tools.diagnose.log_line import Fields, without_tokens
 FILE = Path(__file__).with_name("knowledge.json")
 #: Kinds of lines that name vLLM's release.
 RELEASE_IN = ("vllm_version", "vllm_server", "vllm_environment", "vllm_image")
-#: Finds the groups that match only digits. Their values are counts, and become ints.
+#: Finds the groups that match only digits. kvfix turns the values of these groups into ints.
 _COUNT = re.compile(r"\(\?P<(\w+)>(?:-\?)?\\d\+\)")
 #: `{name}` in a pattern is a count. _VALUE finds a part of a pattern that is not fixed text. _GROUP finds a group.
 _COUNTED, _VALUE = re.compile(r"\{([a-z]\w*)\}"), re.compile(r"<ID>|<END>|\\.|\[(?:\\.|[^]\\])+\]")

@@ -115,5 +115,5 @@ def accepted(made: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name in _signature(made).parameters}
 
 
-#: The cache saves time. Reading a signature takes as long as making a vLLM `Request`.
+#: Cached, because reading a signature takes as long as making a vLLM `Request`.
 _signature = functools.cache(inspect.signature)

@@ -26,7 +26,7 @@ ENDLESS, MOST_STEPS = 1 << 14, 2000
 
 
 class Replayed(NamedTuple):
-    """findings: kvfix's reports in the lab. on_record: violations in the file. short: how lab and file differ."""
+    """findings: kvfix's reports in the lab. on_record: violations in the file. short: what the lab could not replay."""
 
     findings: list[Finding]
     on_record: list[Finding]
@@ -39,7 +39,7 @@ def kinds(findings: list[Finding]) -> list[list[str]]:
 
 
 def options(found: recording.Recording) -> Options:
-    """Return options with enough blocks. Raise ValueError unless one scheduler has sizes and a connector of KINDS."""
+    """Return the lab's options. Raise ValueError unless the file has one scheduler with sizes and a KINDS connector."""
     lines = [line for line in found.connectors.values() if line.get("role") == "SCHEDULER"]
     known = [line for line in lines if line["name"] in KINDS and line.get("sizes")]
     if len(known) != 1:

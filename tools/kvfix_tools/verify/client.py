@@ -77,7 +77,7 @@ class Server:
         return []
 
     def reset(self) -> bool | None:
-        """Empty the GPU's prefix cache. Return False if blocks are in use, or None if the server refuses to do so."""
+        """Empty the GPU's prefix cache. Return False if blocks are in use, or None if the server refuses the reset."""
         with suppress(Refused):
             answer = self._request("POST", "/reset_prefix_cache")
             # vLLM before 0.11 returns an empty body.

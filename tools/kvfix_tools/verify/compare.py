@@ -7,7 +7,7 @@ first answer without cached KV, and the second answer with its own prefix cache.
 The run assumes that right KV from the connector causes differences with the same distribution as the controls. Under
 this assumption, every ranking of the differences and controls by size is equally likely. So the error rates below are
 exact bounds. A difference counts only above `MARGIN` times the largest control. So the bounds also hold if right KV
-causes differences that are larger than controls by up to this factor.
+causes differences up to `MARGIN` times as large as the controls.
 """
 
 import math

@@ -8,7 +8,7 @@ mentions LoRA or cache_salt. vLLM's own prefix cache has adapter and salt in its
 
 Fix: If a request has a LoRA adapter or a salt, the fix gives the request a tag: a hash of adapter and salt. LMCache
 adds each entry of `kv_transfer_params` whose name begins with `lmcache.tag.` to the request's keys. With
-`use_layerwise`, LMCache does not pass tags to the cache engine, so the fix adds the tags to the call.
+`use_layerwise`, LMCache does not pass tags to the cache engine, so the fix passes the tags.
 
 Mixed roll-out: Use the fix in all engines that share a cache, or in none of them. For requests with an adapter or a
 salt, engines with and without the fix do not find each other's chunks. An engine without the fix still shares KV
@@ -51,7 +51,7 @@ def fix_lookup(impl: Any, request: Any, num_computed_tokens: int) -> Steps:
 
 
 def _found_by_none(impl: Any, scheduler_output: Any, *_: Any, **__: Any) -> Any:
-    """Give each new request a unique tag. LMCache loads no chunk, and no other request finds the stored chunks."""
+    """Give each new request a unique tag. So the request finds no chunks, and no other request finds its chunks."""
     for new in scheduler_output.scheduled_new_reqs:
         new.sampling_params = copy.copy(new.sampling_params)
         own_tag = {"kv_transfer_params": {TAG: f"error-{new.req_id}"}}

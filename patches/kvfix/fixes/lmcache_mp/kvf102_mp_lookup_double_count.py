@@ -9,7 +9,7 @@ Cause: vLLM calls `get_num_new_matched_tokens` in every step in which the reques
 hit of 512 tokens, the first store begins at token 1536. Without a hit in LMCache, the call does not record the number
 of tokens that vLLM has computed (0.5.5:1060). If vLLM has computed N tokens, the stores then end N tokens too early.
 
-Fix: After each call before the request's admission, the fix sets the number of stored tokens to LMCache's hit. The fix
+Fix: Until vLLM admits the request, the fix sets the number of stored tokens to LMCache's hit after each call. The fix
 also records the number of tokens that vLLM has computed.
 - Upstream: https://github.com/LMCache/LMCache/issues/4508, fixed in 0.5.6, and open in vLLM's copy.
 - Remove when: LMCache 0.5.5 is no longer in use, and vLLM's copy assigns the hit instead of adding it.

@@ -7,9 +7,9 @@ This request will not utilize KVTransfer`, and the request stays in WAITING_FOR_
 Cause: Any client that can reach the engine can set `kv_transfer_params`. A producer asserts that no request asks for a
 load. A consumer asserts that no request asks for a send (mooncake_connector.py 0.32.0:1022, :1049, :1075).
 
-get_num_new_matched_tokens promises the whole prompt (:1023). MooncakeConnector checks only after the
-allocation of blocks if the request names a peer. Without a peer, MooncakeConnector only logs a warning (:1066). If
-a value in the parameters is not a string, EngineCore dies, or the worker's event loop raises and the load never starts.
+get_num_new_matched_tokens promises the whole prompt (:1023). MooncakeConnector checks whether the request names a peer
+only after vLLM has allocated the blocks. Without a peer, MooncakeConnector only logs a warning (:1066). If a value in
+the parameters is not a string, EngineCore dies, or the worker's event loop raises and the load never starts.
 
 Fix: If a request asks for a transfer that this engine cannot do, or names no peer, the fix promises 0 tokens. The other
 hooks skip the request, and the engine computes its prompt. If the bootstrap address is a number, the fix turns the
@@ -26,7 +26,7 @@ _ADDRESS = "remote_bootstrap_addr"
 
 
 def _names(params: dict[str, Any], key: str) -> bool:
-    """Return True for a string, for a number as bootstrap address, and for a `remote_port` of any type."""
+    """Return True if the value of `key` is a string. Also accept a numeric bootstrap address, and any `remote_port`."""
     if key == _ADDRESS and isinstance(params.get(key), int):
         return True
     return isinstance(params.get(key), str) or (key == "remote_port" and key in params)
@@ -72,7 +72,7 @@ def request_finished(*_: Any) -> Steps:
 
 
 def promises(hook: Any, module: Any) -> bool:
-    """Look up a remote prefill that names no peer. With the bug, the tokens of the prefill are promised."""
+    """Look up a remote prefill that names no peer. With the bug, the hook promises the tokens of the prefill."""
     request = stubs.request(32, kv_transfer_params={"do_remote_prefill": True})
     return bool(hook(_mooncake.scheduler_side("kv_consumer"), request, 0)[0])
 

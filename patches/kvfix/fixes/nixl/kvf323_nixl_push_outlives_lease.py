@@ -9,7 +9,7 @@ The writer thread does not check whether the lease is over. After a handshake th
 thread writes from blocks that are already free. vLLM does not remove the expired request from `_deferred_push_inbox`
 (:249). After the write, a notice tells the decode engine that all blocks have arrived.
 
-Fix: The fix keeps the lease of a request until its write is done. No write begins after the lease has ended. If no
+Fix: The fix keeps a request's lease until the write is done. No write begins after the lease has ended. If no
 write begins, the decode engine waits for the blocks, as after an aborted prefill. With KVF322, this load times out.
 - Remove when: vLLM keeps blocks as long as a write reads them.
 """
@@ -21,14 +21,14 @@ from kvfix.fixes.api import GO_ON, NIXL_BASE_WORKER, NIXL_PUSH_WORKER, Any, Fix,
 
 #: The writer thread and the thread that runs the worker's hooks hold this lock only briefly.
 _lock = threading.Lock()
-#: _BEGINNING: a worker's attribute with the requests whose write is starting. _OVER: its attribute with the requests
-#: whose lease has ended. The worker keeps the newest 4,096 of them.
+#: _BEGINNING: a worker's attribute with the requests whose write is starting.
+#: _OVER: a worker's attribute with the newest _MOST requests whose lease has ended.
 _BEGINNING, _OVER, _MOST = "_kvfix_beginning", "_kvfix_over", 4096
 
 
 @fix_around(
     when=lambda worker, *_: worker._reqs_to_send and hasattr(worker, "_sending_transfers"),
-    # After an error of the fix, no lease ends while a write may be in flight.
+    # If the fix raises, no lease ends while a write may be in flight.
     on_fault=lambda worker, *_, **__: None if getattr(worker, "_sending_transfers", None) else GO_ON,
 )
 def _reap_expired_send_leases(worker: Any, done_sending: set[str]) -> Steps:

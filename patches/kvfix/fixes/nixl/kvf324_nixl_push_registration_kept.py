@@ -2,13 +2,13 @@
 
 Symptom: Memory grows with each decode request whose prefill is aborted, or whose KV expires or goes to another request.
 
-Cause: A registration names the decode engine's blocks. Until the prefill ends, `_pending_d_registrations` has the
-registration under the request's id in decode. To drop the registration, the worker uses the request's id in prefill
-(push_worker.py 0.32.0:276, `_evict_finished_inbox`). The two ids have different ends (`-` and eight hex digits), so the
-worker drops nothing. To pair requests, the worker compares ids without the ends (:409). So the worker can write KV of a
-later request with the same id into the blocks of the old registration. The later decode request gets no KV.
+Cause: A registration names the decode engine's blocks. Until the prefill ends, `_pending_d_registrations` keeps the
+registration under decode's request id. To drop the registration, the worker uses prefill's request id (push_worker.py
+0.32.0:276, `_evict_finished_inbox`). The two ids have different ends (`-` and eight hex digits), so the worker drops
+nothing. To pair requests, the worker compares ids without the ends (:409). So the worker can write KV of a later
+request with the same id into the blocks of the old registration. The later decode request gets no KV.
 
-Fix: The fix drops a registration after `push_registration_timeout`. The decode engine's own timeout ends first.
+Fix: The fix drops a registration after `push_registration_timeout`. The decode engine has timed out before that.
 - Remove when: vLLM drops registrations for which nothing is pushed.
 """
 

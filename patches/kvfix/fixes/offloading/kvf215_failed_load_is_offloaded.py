@@ -14,7 +14,7 @@ OffloadingConnector itself (offloading/scheduler.py 0.32.0:1910). If the request
 
 Fix: The fix reads the failed blocks from the output that `update_connector_output` gets. If a request has a failed
 block, the fix reports the request's stores in flight as failed, so vLLM drops the chunks of these stores.
-OffloadingConnector then stores all chunks of the request again if the request continues, and none if it has ended.
+OffloadingConnector then stores all chunks of the request again if the request continues, and stores none after its end.
 - Remove when: `update_connector_output` handles `invalid_block_ids`.
 """
 
@@ -35,7 +35,7 @@ def _failed_stores(scheduler: Any, output: Any) -> set[int]:
             continue
         jobs.update(job for job in request.transfer_jobs if scheduler._jobs[job].is_store)
         for group in request.group_states if request.req.is_finished() else ():
-            group.block_ids.clear()  # so that nothing more of the request is stored
+            group.block_ids.clear()  # so that OffloadingConnector stores no more of the request
     return jobs
 
 

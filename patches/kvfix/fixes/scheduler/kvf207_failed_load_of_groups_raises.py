@@ -2,7 +2,7 @@
 
 Symptom: EngineCore dies with `A KV connector reported block-level load failures (invalid_block_ids) which is not
 supported for models with multiple KV cache groups`, or before vLLM 0.32 with `too many values to unpack (expected 1)`.
-The bug needs all of:
+The bug needs all of these conditions:
 
 - a model with layers of full attention and of sliding windows (Gemma, gpt-oss)
 - LMCache's multi-process connector up to 0.5.5
@@ -13,7 +13,7 @@ requests (`failed_recving`), because blocks of different groups may have the sam
 releases assume that a request has one list of blocks (0.26.0:2694). Since 0.5.6, LMCache reports the failed requests.
 
 Fix: The fix acts only with several KV groups and a connector of LMCache. If all requests with a failed block are
-waiting for their loads, the fix treats the requests as if the connector had reported them. With LMCache, all KV
+waiting for their loads, the fix handles the requests like requests that the connector reports. With LMCache, all KV
 groups take blocks from one pool, so a block id belongs to one group only. Null block 0 belongs to no request.
 - Releases: vLLM 0.20.2 to 0.33.0, with LMCache's multi-process connector up to 0.5.5.
 - Upstream: https://github.com/vllm-project/vllm/issues/50687; fixed in LMCache 0.5.6.
@@ -45,7 +45,7 @@ def _handle_invalid_blocks(scheduler: Any, invalid_block_ids: Any, *_: Any) -> S
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Let a block fail in the second of two KV groups. The bug raises RuntimeError or ValueError."""
+    """Report a failed block in the second of two KV groups. The bug raises RuntimeError or ValueError."""
     request = stubs.request(32, is_finished=lambda: False, status=module.RequestStatus.WAITING_FOR_REMOTE_KVS)
     scheduler = _scheduler.running(request)
     scheduler.connector = type("LMCacheMPConnector", (), {})()

@@ -3,21 +3,21 @@
 Symptom: `Running: 0 reqs, Waiting: N reqs` for ever, no throughput, no error. The engine has a connector that loads
 between steps, the priority policy (`--scheduling-policy priority`) and `scheduler_reserve_full_isl=False`.
 
-Cause: vLLM first tries the waiting requests that already hold blocks, in the order of their priority. `schedule` stops
+Cause: vLLM first tries to schedule waiting requests that already hold blocks, in order of priority. `schedule` stops
 at the first request for which too few blocks are free (scheduler.py 0.32.0:1275-1282). vLLM admits a load if enough
 blocks stay free for the earlier requests (:1249). Without `scheduler_reserve_full_isl`, vLLM does not check that the
 blocks for the rest of the load's own prompt are free.
 
 With priorities, the first request in the queue may be the request that was admitted last. The other requests hold all
-blocks that they need, but vLLM does not reach them. The first request waits for blocks of the other requests. The
-lock-out also occurs if the first request must still begin its load. This load may not use the blocks that vLLM reserves
-for the loads in flight (:1249).
+blocks that they need, but vLLM does not reach the other requests. The first request waits for blocks of the other
+requests. The lock-out also occurs if the first request must still begin its load. This load may not use the blocks that
+vLLM reserves for the loads in flight (:1249).
 
 Fix: The fix acts after a step that scheduled nothing because the first request lacked blocks. In the next step, the fix
 looks for the next request for which enough blocks are free. The fix moves this request to the front of the queue.
 
 Mixed roll-out: Engines with and without the fix work together. The fix is opt-in because it reorders waiting requests.
-- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases have other queues, so this fix does not fit them.
+- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases have other queues, so this fix does not work there.
   KVF903 describes the lock-out in earlier releases.
 - Upstream: https://github.com/vllm-project/vllm/pull/45406 describes the bug.
   https://github.com/vllm-project/vllm/pull/57841 is about the case without priorities, which 0.32.0 solves.
@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from kvfix.fixes.api import SCHEDULER, Any, Fix, Steps, fix_around, note
 
 
-# In almost all steps, no waiting request holds blocks.
+# The fix skips almost all steps, because waiting requests rarely hold blocks.
 @fix_around(when=lambda scheduler, *_, **__: scheduler.kv_holding_waiting)
 def schedule(scheduler: Any, *_: Any, **__: Any) -> Steps:
     queue, aside = scheduler.kv_holding_waiting, _to_step_aside(scheduler)

@@ -47,7 +47,7 @@ update_from_output = _has_sessions(_enqueue)
 
 
 def _with_its_tokens(scheduler: Any, session: Any, *more: Any, **named: Any) -> Any:
-    """Keep the session's earlier tokens after an error of the fix. Without these tokens, the text would be wrong."""
+    """Keep the session's earlier tokens even if the fix raises. Without these tokens, vLLM generates wrong text."""
     if session.num_computed_tokens >= session.num_tokens - 1:
         return GO_ON
     update = inspect.unwrap(type(scheduler)._update_request_as_session)

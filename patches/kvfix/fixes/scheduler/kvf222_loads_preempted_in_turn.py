@@ -1,17 +1,17 @@
 """A prefill engine makes no progress: loads hold all blocks, and each request in turn needs one more and is preempted.
 
 Symptom: The log alternates between `Running: 0 reqs` and `Running: 1 reqs`. There is no throughput and no error, and
-`Preemptions` grows. The bug needs all of these:
+`Preemptions` grows. The bug needs all of these conditions:
 
 - a prefill engine (role kv_producer) that generates more than one token
 - asynchronous scheduling (the default) or several pipeline stages
-- a second connector that loads between steps, in addition to the one that sends KV to decode
+- a second connector that loads between steps, in addition to the connector that sends KV to decode
 - a full KV cache
 
 Cause: vLLM admits a load if the blocks for its prompt are free (scheduler.py 0.32.0:1249). The first generated token
 may need one more block. If no block is free, vLLM preempts the request while the last step of its prompt is in flight.
 With a connector that must send the KV to decode (`requires_kv_delivery`), vLLM drops the token that this step generates
-(:836). So the request loads again, into the blocks that it freed. Then vLLM preempts another loaded request.
+(:836). So the request loads again, into the blocks that vLLM has freed. Then vLLM preempts another loaded request.
 
 The bug does not affect role kv_both. With kv_both, vLLM preempts no request with a step in flight (`defer_block_free`).
 With speculative decoding there is no bug, because a load leaves blocks free (`_spec_decode_step_blocks`).

@@ -14,7 +14,7 @@ BY_REQUEST = {"NixlConnector", "NixlPullConnector", "NixlPushConnector", "Moonca
 #: These connectors move KV from a prefill instance to a decode instance, and keep no copy.
 _PAIRS = BY_REQUEST | {"P2pNcclConnector"}
 #: If fewer than ROOM per cent of KV blocks are used, no request waits for blocks. If the log names no connector, kvfix
-#: takes an engine with an external hit rate above ALL per cent for a decode instance.
+#: treats an engine with an external hit rate above ALL per cent as a decode instance.
 ROOM, ALL = 80.0, 99.0
 #: Findings (rules.toml): requests are queued without progress, an engine step does not end, or prefill sends no KV.
 _QUEUE, _STEP, _PREFILL = "nothing-moves", "step-does-not-end", "decode-waits-for-prefill"

@@ -33,7 +33,7 @@ from kvfix_tools.lab.engine.tensor_memory import TensorMemory
 from kvfix_tools.lab.engine.workers import Worker
 from kvfix_tools.lab.options import Options
 
-#: The lab replaces this placeholder in the connector's configuration by the path of a new, empty folder per engine.
+#: The lab replaces this placeholder in the connector's configuration with the path of a new, empty folder per engine.
 FOLDER = "{dir}"
 #: During a transfer, the lab makes at most this number of consecutive steps without a forward pass (1 ms or more each).
 PATIENCE = 500
@@ -218,7 +218,7 @@ class AnyConnector(Connector):
             time.sleep(0.001)  # transfers take real time
 
     def granted(self, name: str, load: Load) -> None:
-        """Fill the load's blocks with garbage in all layers. The KV is then right only if the connector loads it."""
+        """Fill the load's blocks with garbage in all layers. So the KV is right only if the connector loads the KV."""
         if self.other is None or name not in self.other.has:
             self.loads[name] = load
         self.reader.granted.append((name, load.start, load.end))

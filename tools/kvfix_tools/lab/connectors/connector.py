@@ -24,7 +24,7 @@ CLIENT = "lmcache.v1.lookup_client.lmcache_async_lookup_client"
 #: The modules in which LMCache opens lookup sockets. LMCache up to 0.3 uses the first module, and LMCache from 0.4 on
 #: uses the second. Asynchronous loading uses the third.
 _OPENERS = ("lmcache.v1.lookup_client.lmcache_lookup_client", "lmcache.v1.rpc.zmq_transport", CLIENT)
-#: LMCache's plugin launcher is in the first module up to 0.3, and in the second since 0.4. It has an atexit handler.
+#: LMCache's plugin launcher registers an atexit handler. The launcher is in the first module up to LMCache 0.3.
 _LAUNCHERS = ("lmcache.v1.plugin.plugin_launcher", "lmcache.v1.plugin.runtime_plugin_launcher")
 
 
@@ -68,7 +68,7 @@ class Connector:
         return worker
 
     def _join_others(self, options: Options) -> None:
-        """Connect the other children of a MultiConnector to the lab's memory."""
+        """Connect the children of a MultiConnector, except LMCache's connector, to the lab's memory."""
         worker = self.workers[0]
         if options.beside:
             self.other = next(each for each in worker.called._connectors if isinstance(each, OtherConnector))
@@ -86,7 +86,7 @@ class Connector:
         return module.Offloading(options, ranks, self.scheduler, in_scheduler)
 
     def loads_by_other(self, request: str) -> bool:
-        """Return True if the MultiConnector has chosen another connector to load for this request."""
+        """Return True if the MultiConnector lets a child other than LMCache's connector load this request."""
         chosen: dict[str, int] = getattr(self.scheduler.connector, "_requests_to_connector", {})
         return chosen.get(request, self._place) != self._place
 
@@ -113,7 +113,7 @@ class Connector:
         return cache.evict(chunks, forced)
 
     def never_given_back(self) -> None:
-        """Report blocks that the connector still holds for ended requests. The lab calls this at the end of a run."""
+        """Report blocks that the connector still holds for ended requests. The lab calls this method after a run."""
         if self.offloading is not None:
             self.offloading.never_given_back()
 
@@ -163,7 +163,7 @@ def nothing(*_: Any, **__: Any) -> None:
 
 
 class OtherConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """The first child of a MultiConnector. The lab decides which requests have KV in this child, and loads the KV."""
+    """The lab's own child of a MultiConnector. The lab decides which requests have KV here, and loads the KV."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)

@@ -98,7 +98,7 @@ class Contract:
         return request_finished
 
     def reported(self, report: Any) -> None:
-        """Check that reported transfers were in flight (base.py:395-396). If not, vLLM raises or frees used blocks."""
+        """Check that each reported transfer was in flight (base.py:395-396). Else vLLM raises or frees used blocks."""
         owner = self._owner
         sent, received = (report.finished_sending, owner.sending), (report.finished_recving, owner.loading())
         for kind, (names, known) in {"sent": sent, "received": received}.items():
@@ -149,7 +149,7 @@ def _is_its_own(value: Any, packages: set[str]) -> bool:
 
 
 def _among(many: Any, ids: set[str]) -> set[str]:
-    """Return the ids that are keys or elements of this container, or elements of its elements."""
+    """Return the ids that are keys, values or elements of this container, or of a container in this container."""
     inner = many.values() if isinstance(many, dict) else many
     parts = [one for one in inner if isinstance(one, (set, frozenset, list, tuple, deque)) and len(one) < 4096]
     return {name for part in (many, inner, *parts) for name in part if isinstance(name, str) and name in ids}

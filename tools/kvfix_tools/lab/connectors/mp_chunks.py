@@ -30,7 +30,7 @@ class Chunks:
         self.not_stored = _all_null(self._options, self.objects)
 
     def keys(self, tokens: Any, end: int, salt: str) -> tuple[list[Any], list[int]]:
-        """Return the keys of whole chunks before `end`, and the tokens' contents. Earlier tokens are part of a key."""
+        """Return the keys of whole chunks before `end`, and the tokens' contents. Keys depend on earlier tokens."""
         contents = Prefix(hash((1, salt or 1))).of(list(tokens[:end]))
         ends = range(self.size, end + 1, self.size)
         return [(salt, contents[last - 1]) for last in ends], contents

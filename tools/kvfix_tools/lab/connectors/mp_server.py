@@ -40,7 +40,7 @@ class Heartbeat:
 
 
 def _client_without_socket() -> Any:
-    """Return LMCache's queue client (None before 0.5.6), without a socket. The client handles lost connections."""
+    """Return LMCache's queue client without a socket, to simulate lost connections. Return None before 0.5.6."""
     try:
         from lmcache.v1.multiprocess.transport.zmq_impl.mq import MessageQueueClient
     except ImportError:
@@ -298,7 +298,7 @@ class Server:
             self.events.loaded(name, 0, 0, rank)
 
     def lose_loads(self, rank: int, unreported: set[str]) -> None:
-        """Drop this rank's loads. Run stores and lookups now. unreported: requests with an ended, unreported load."""
+        """Drop this rank's loads. Run stores and lookups now. unreported: requests whose ended load is not reported."""
         in_flight, self._later = self._later, deque()
         lost = set(unreported)
         for due in in_flight:

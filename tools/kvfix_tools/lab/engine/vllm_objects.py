@@ -1,7 +1,7 @@
 """Make the real vLLM scheduler with a real connector, without model, GPU or sockets.
 
-The module supports vLLM 0.11.2 and later. It inspects vLLM's objects, not the version, to find differences between
-releases. Importing this module imports vLLM, which takes 15 seconds or more.
+The module supports vLLM 0.11.2 and later. The code inspects vLLM's objects, not the version, to find differences
+between releases. Importing this module imports vLLM, which takes 15 seconds or more.
 """
 
 import copy
@@ -71,7 +71,7 @@ def _model(kv_heads: int) -> configs.ModelConfig:
 
 
 def _speculative(options: Options, model: configs.ModelConfig) -> configs.SpeculativeConfig | None:
-    """Make a configuration for ngram, which needs no draft model. Then replace its method by `options.drafter`."""
+    """Make a configuration for ngram, which needs no draft model. Then set the method to `options.drafter`."""
     if not options.drafter:
         return None
     config = configs.SpeculativeConfig(
@@ -123,7 +123,7 @@ def vllm_config(options: Options, folder: str = "") -> configs.VllmConfig:
     if options.any_connector:
         extra = copy.deepcopy(options.config)
     if options.lmcache.get("enable_async_loading"):
-        # This option must be False. LMCache 0.3.10 sets False only for async loading in its file or environment.
+        # Async loading needs False. LMCache 0.3.10 sets False only if its file or environment enables async loading.
         extra.setdefault("lmcache.save_unfull_chunk", False)
     module, _, name = options.connector.rpartition(":")
     if options.connector in KNOWN:

@@ -50,7 +50,7 @@ def play(schedule: Schedule, end: int = 4000) -> Played:
 
 
 def played(engines: Any, plays: Callable[[Any, Schedule, int], Any], schedule: Schedule, end: int) -> Played:
-    """Play a schedule with `plays`. If `plays` returns a number of steps, use it instead of `engines.steps`."""
+    """Play a schedule with `plays`. If `plays` returns a number of steps, that number replaces `engines.steps`."""
     steps = None
     with reported() as reports, suppress(EngineDied):  # the error is in a finding
         steps = plays(engines, schedule, end)
@@ -125,7 +125,7 @@ def move(engine: LabEngine, step: DrawnStep) -> None:
         if open_now:
             _move_request(engine, kind, open_now[rest[0] % len(open_now)], *rest[1:])
     elif kind == "stored_elsewhere":
-        if not engine.counts["connector_resets"]:  # after a reset, KV from elsewhere may be of the old weights
+        if not engine.counts["connector_resets"]:  # after a reset, KV from elsewhere may come from the old weights
             engine.do(kind, prompt(rest[1], rest[0]))
     elif kind == "server_restarts":
         engine.do("server_dies")
@@ -143,7 +143,7 @@ def open_sessions(engine: LabEngine) -> list[str]:
 
 
 def _move_session(engine: LabEngine, kind: str, which: Any, seed: int = 0, tokens: int = 1, most: int = 1) -> None:
-    """At most three sessions are open, each with a quarter of max_model_len."""
+    """Keep at most three sessions open, each with at most a quarter of max_model_len tokens."""
     sessions = open_sessions(engine)
     room = engine.options.max_model_len // 4
     if kind == "session":

@@ -90,7 +90,7 @@ class Run(msgspec.Struct, frozen=True):
     real_server: bool = False  # see Options
     real_transfers: bool = False
     #: The engines with fixes: "both", "prefill", "decode", or "one" (the first of two engines that share a cache).
-    #: If only one engine has fixes, the engine has only the default fixes.
+    #: If only one engine has fixes, this engine has only the default fixes.
     fixes_in: str = "both"
 
     def schedules(self, seeds: Iterable[int]) -> Iterator[Schedule]:
@@ -114,7 +114,7 @@ class Run(msgspec.Struct, frozen=True):
     def not_as_released(self, schedule: Schedule, violations: list[Finding]) -> list[Finding]:
         """If only one engine has fixes, return only the violations that do not appear without fixes.
 
-        If the schedule has any violation without fixes, return none. Fixes shift the ends of requests, so a bug may hit
+        If the schedule has any violation without fixes, return []. Fixes shift the ends of requests, so a bug may hit
         another request. Leave out each step once, play the rest without fixes, and omit violations of these plays.
         """
         if not violations or self.fixes_in == "both" or not self.fixes:
@@ -172,8 +172,8 @@ def fuzz(
 ) -> Tally:
     """Play the seeds in order for at most `seconds`.
 
-    - shrinking: seconds to shrink the schedule of each kind of violation; 0: show the schedule as drawn
-    - most: steps after which no more seeds are played
+    - shrinking: seconds to shrink the schedule of each kind of violation. With 0, return the schedule as drawn.
+    - most: number of steps after which the run plays no more seeds
     - jobs: number of processes
     - notes: a file with the progress, from which the run continues. Raise ValueError if the file is of another run.
     """

@@ -121,7 +121,7 @@ def _step(rng: Random, kind: str, number: int, options: Options, room: int, plai
         generated = (rng.choice((1, 1, 1, more)),) if kind != "ask_decode" and not plain else ()
         return (kind, f"r{number}", rng.randrange(3), tokens, rng.choice((1, 2, 5, 20, 30)), *generated)
     lease, longest = options.extra["kv_lease_duration"], -(-options.max_model_len // block)
-    # vLLM does not start with fewer blocks than the longest request needs
+    # vLLM does not start if it has fewer blocks than the longest request needs, so a restart draws enough blocks
     more = longest * len(options.windows)
     arguments: dict[str, tuple[Sequence[Any], ...]] = {
         **dict.fromkeys(("abort", "send_again", "ask_again", "preempt"), (range(8),)),
