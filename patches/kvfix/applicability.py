@@ -6,8 +6,8 @@ function (by its fingerprint). If no release has the function, the behaviour pro
 kvfix refuses the function.
 
 Some code exists in several copies (`Owner.copy`). A fix has one group of functions for each copy. kvfix decides about
-each group separately. In a group, kvfix wraps all functions with the bug or none. kvfix refuses a group if a function
-is unknown, cannot be wrapped, or is missing unexpectedly. kvfix also refuses a group that no release has completely.
+each group separately. kvfix wraps all functions of a group that have the bug, or no function. kvfix refuses a group if
+a function is unknown, cannot be wrapped, or is missing unexpectedly, or if no release has all functions of the group.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _judge_absent(target: Target, path: Path | None, same_file: str | None = Non
     having = set[str]().union(*known.get("functions", {}).get(target.name, {}).values())
     absent = frozenset(releases).difference(having)
     version = same_file or installed_source.version(target.dist)
-    # If kvfix does not know the installed release, compare it with the newest known release.
+    # If kvfix does not know the installed release, judge by the newest known release.
     compared = version if version in releases else next(reversed(releases), "")
     release = f"{target.dist} {version or '(version unknown)'}"
     if compared in absent:
@@ -164,7 +164,7 @@ def judge_live(target: Target, module: ModuleType, function: Any = None) -> Appl
 
 @contextmanager
 def _silent(module: ModuleType) -> Iterator[None]:
-    """Silence the module's logger, because hooks that a probe calls must not write to the engine's log."""
+    """Silence the module's logger, because functions that a probe calls must not write to the engine's log."""
     logger = getattr(module, "logger", None)
     before = getattr(logger, "disabled", None)
     if logger is None or before is None:

@@ -195,7 +195,7 @@ def _is_gone(wrapped: WrappedFunction, module: ModuleType, function: str) -> boo
     """Return True if a reload of the module has replaced the function.
 
     If another tool has wrapped kvfix's wrapper, return False. If the tool's wrapper has no `__wrapped__`,
-    `inspect.unwrap` stops at the tool's wrapper. A reload keeps a function's file and name; a tool's wrapper does not.
+    `inspect.unwrap` stops at the tool's wrapper. Unlike a tool's wrapper, a reload keeps a function's file and name.
     """
     found = installed_source.live_function(module, function)
     if found is None:

@@ -83,7 +83,7 @@ def test_a_damaged_line_is_read() -> None:
             line,
             line.replace("\x1b", ""),
             bare,
-            rest.partition(": ")[2],  # without the head of the logger
+            rest.partition(": ")[2],  # without the logger's prefix
             f"{head}] LMCache {rest.rpartition(' (')[0]}",  # without file and line
             f"7] LMCache {rest}",
             f"some text of another process(EngineCore_DP0 pid=276) {line}",

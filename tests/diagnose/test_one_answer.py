@@ -22,7 +22,7 @@ def troubles(log: Diagnosis) -> set[str]:
 
 
 def test_the_end_of_a_log_and_its_decisive_line_do_not_contradict_the_whole() -> None:
-    """A certain finding of a log's last 200 lines or decisive line, except a symptom, is a finding of the whole log."""
+    """The whole log has all certain findings of its last 200 lines and of its decisive line. Symptoms may differ."""
     for log in known():
         whole = diagnosed(log)
         lines = log.splitlines(keepends=True)

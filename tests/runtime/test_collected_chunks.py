@@ -29,7 +29,7 @@ def host_memory() -> Any:
 )
 @answers(also="fixes release answer")
 def test_a_chunk_that_is_collected(locked: str, seconds: float, revert: bool) -> list[Any]:
-    """Return ["hangs"], or "goes on", the number of chunks after the collection, and the final number of chunks."""
+    """Return ["hangs"] or ["goes on", number of chunks after the collection, number of chunks at the end]."""
     import lmcache.v1.memory_management as module
     import torch
     from lmcache import utils

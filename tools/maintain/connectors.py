@@ -33,7 +33,7 @@ SUBJECTS: dict[str, dict[str, Any]] = {
 
 
 class Said(NamedTuple):
-    """The result for a connector. verdicts: {rule: verdict}. loaded: number of tokens. cannot: why it cannot run."""
+    """The result for a connector. verdicts: {rule: verdict}. loaded: tokens. cannot: why the connector cannot run."""
 
     name: str
     verdicts: dict[str, str]

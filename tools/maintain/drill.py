@@ -1,8 +1,8 @@
 """`make drill`: test kvfix with releases of vLLM and LMCache that kvfix does not know.
 
 The drill removes the newest vLLM and LMCache from the fingerprints. For each connector, the drill runs every scenario
-and `--steps` fuzzed steps, without and with the fixes. Then the drill edits functions that kvfix fixes,
-keeps their behaviour, and repeats all runs. Exit 1 if an outcome is worse with the fixes than without the fixes.
+and `--steps` fuzzed steps, without and with the fixes. Then the drill edits functions that kvfix fixes, and repeats
+all runs. The edits keep the functions' behaviour. Exit 1 if an outcome is worse with the fixes than without the fixes.
 """
 
 import ast
@@ -55,7 +55,7 @@ def effect(rule: str, unknown: int) -> int:
 
 
 def worse(released: set[str], fixed: set[str]) -> list[str]:
-    """Return rules that only the run with fixes violates: FAULT, and rules with a worse effect than without fixes."""
+    """Return the rules of `fixed` that are worse than all rules of `released`, and FAULT if only `fixed` has FAULT."""
     worst = min((effect(rule, len(EFFECTS)) for rule in released), default=len(EFFECTS) + 1)
     return sorted(rule for rule in fixed - released if rule == FAULT or effect(rule, 0) < worst)
 
@@ -85,8 +85,9 @@ def scenarios(connector: str) -> dict[str, Any]:
 def fuzzed(connector: str, steps: int) -> dict[str, Any]:
     """Run each seed without and with the fixes. Return the seeds whose violations are worse with the fixes.
 
-    A run ends when the engine dies, so a run with the fixes can be longer. A rule counts if no seed violates
-    this rule without the fixes. A rule about wrong output also counts if this seed is clean without the fixes.
+    A run ends when the engine dies, so the run with the fixes can be longer, and can violate more rules. A rule counts
+    if no seed violates this rule without the fixes. A rule about wrong output also counts if this seed is clean without
+    the fixes.
     """
     from kvfix_tools.lab.fuzz import fuzz_run
 
@@ -169,7 +170,7 @@ def edit(path: Path, function: str, change: Callable[[ast.FunctionDef, Path], bo
 
 
 def rename_parameter(node: ast.FunctionDef, package: Path) -> bool:
-    """Rename the last positional parameter that no call passes by name. Return False if there is none."""
+    """Rename the last positional parameter that no call passes by name. Return False if no parameter can be renamed."""
     for argument in reversed(node.args.args[1:]):
         call = re.compile(rf"\b{node.name}\((?:[^()]|\([^()]*\))*\b{argument.arg}\s*=[^=]")
         if any(call.search(path.read_text(errors="replace")) for path in package.rglob("*.py")):

@@ -33,7 +33,7 @@ CONNECTORS = {"v1": "0.5.6", "mp": "0.5.6", "mp-in-tree": "0.4.6"}
 
 @dataclass(frozen=True)
 class Row:
-    """Findings of one rule with the same fixes. seed: lowest seed that shows the fixes. message: the text of one."""
+    """Findings of one rule with the same fixes. seed: lowest seed that shows the fixes. message: an example."""
 
     rule: str
     fixes: list[str]  # each fix without which the findings appear. []: several fixes each prevent the findings

@@ -31,8 +31,8 @@ def play(scenario: Scenario) -> dict[str, Any]:
     row |= {"released": released.outcome, "fixed": fixed.outcome}
     if released.outcome == "not-applicable":
         row["why"] = released.message
-    # If no fix belongs to the scenario, both outcomes must be equal. Exception: without fixes, another bug ends the
-    # scenario first, and kvfix fixes this other bug.
+    # If no fix belongs to the scenario, both outcomes must be equal. The outcomes may differ only if another bug, which
+    # kvfix fixes, ends the scenario early in the run without fixes.
     good = ("clean", "not-applicable") if scenario.fixes else (expected,)
     as_expected = released.outcome == expected and (fixed.outcome in good or bool(not scenario.fixes and released.also))
     return row | {"as_expected": as_expected}

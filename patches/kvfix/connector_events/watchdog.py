@@ -34,7 +34,7 @@ SECONDS, DEFAULT = "KVFIX_WATCHDOG", 60.0
 _TRIES, _PAUSE = 200, 0.003
 #: If the main thread stays in one call for _STANDS tries, `_look` stops and takes the state of the last try.
 _STANDS = 50
-#: Scheduler functions that EngineCore's step calls. If none of them is running, the step waits for the workers.
+#: Scheduler functions that EngineCore's step calls. If none of these functions runs, the step waits for workers.
 _SCHEDULING = frozenset(("schedule", "update_from_output"))
 #: Connectors that load from a prefill instance. A load waits until the prefill instance has computed the prompt.
 _PEERS = frozenset(("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector"))
@@ -122,7 +122,7 @@ class Watchdog:
         return not computed or paused or went_on or computing
 
     def _reported(self, standing: tuple[Any, ...], began: float) -> bool:
-        """Look twice. Return False if the standstill ends before the second look. Else report it and return True."""
+        """Look twice. Return False if the standstill ends before the second look. Return True after the report."""
         first, _ = self._look()
         if self.stopped.wait(min(LATE, self._limit)) or self.is_due() != standing or self._since[standing] != began:
             return False
@@ -141,7 +141,7 @@ class Watchdog:
         return True
 
     def _look(self) -> tuple[Look, list[dict[str, Any]]]:
-        """Return the states of all processes, and the stacks of other processes. Retry while the scheduler runs."""
+        """Return the states of all processes, and the stacks of other processes. Retry while a scheduler step runs."""
         held, same = (), 0
         for _ in range(_TRIES):
             inside = _inside(calls := _calls())
@@ -161,7 +161,7 @@ def _calls() -> list[Call]:
 
 
 def _inside(calls: list[Call]) -> tuple[Any, ...]:
-    """Return ("call", name, start) for a hook of the main thread or, before any step, the start of LMCache; else ()."""
+    """Return ("call", name, start) of the main thread's hook, or of LMCache's start before any step. Else return ()."""
     main = threading.main_thread().ident
     for watched in recorder.connectors():
         running = (watched.running or {}).get(main or 0)

@@ -12,7 +12,7 @@ import torch
 
 from kvfix_tools.roundtrip import cuda_stand_in
 
-#: While this file exists, the stand-in adds 1.0 to all loaded KV. Negative control: the outputs must change.
+#: While this file exists, the stand-in adds 1.0 to all loaded KV, and the test checks that the outputs change.
 SPOIL = Path(os.environ.get("KVFIX_TEST_SPOIL", "/nonexistent"))
 
 

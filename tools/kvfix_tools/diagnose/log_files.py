@@ -60,7 +60,7 @@ def sources(paths: list[str]) -> list[Source]:
 def read(log: Diagnosis, sources: list[Source], advance: Callable[[int], None] | None = None) -> list[str]:
     """Pass the lines of all sources to the diagnosis, in the order of time. Return errors about unreadable sources."""
     unreadable: list[str] = []
-    # kvfix holds a block of each file in memory at the same time, so it uses smaller blocks for many files.
+    # kvfix holds one block of each file in memory at the same time. So blocks are smaller if there are many files.
     size = max(1 << 16, BLOCK * 8 // max(8, len(sources)))
 
     def lines(source: Source) -> Iterator[LogLine]:

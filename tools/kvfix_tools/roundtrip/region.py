@@ -15,7 +15,7 @@ BAND = 512  # number of words in one guard band. Its 4 KiB keep the next tensor 
 AT_ONCE = 1 << 20  # number of rows to make or compare at once. More rows would need more memory
 KEPT = 1 << 16  # Maximum number of wrong words to classify in AT_ONCE rows. Further wrong words are only counted.
 Coordinates = dict[str, torch.Tensor]
-#: Takes coordinates of rows, among them `slot` or `token`. Returns the identity of each row's first word.
+#: A function that takes rows' coordinates (with `slot` or `token`) and returns the identity of each row's first word.
 Expected = Callable[[Coordinates], Identity]
 
 
@@ -123,7 +123,7 @@ def make(
     name: str, geometry: Geometry, axes: tuple[str, ...], parts: Sequence[tuple[dict[str, int], int | None]],
     device: torch.device, seed: int,
 ) -> Region:  # fmt: skip
-    """Make a region. parts: (sizes, first token) of each tensor. If `layer` is no axis, repeat the parts per layer."""
+    """Make a region. parts: (sizes, first token) of each tensor. If `axes` lacks `layer`, each layer has all parts."""
     sections, at = [], BAND
     layers: list[dict[str, int]] = [{}] if "layer" in axes else [{"layer": number} for number in range(geometry.layers)]
     for sizes, token in parts:

@@ -31,7 +31,7 @@ def as_json(pairs: Pairs) -> str:
 
 
 def data(pairs: Pairs) -> dict[str, Any]:
-    """Return the data for pair.js. `cells` has a string for each vLLM release, with a letter for each LMCache."""
+    """Return the data for pair.js. `cells` has a string per vLLM release, with a letter per LMCache release."""
     vllm, lmcache = _releases(pairs)
     return {
         "vllm": vllm,

@@ -39,8 +39,7 @@ LEFT_OUT = {
 #: {files of vLLM's wheel: name of the separate wheel with these files}. The whole wheel exceeds LIMIT.
 APART = {
     "vllm/_C_stable_libtorch.*": "vllm_operations",  # swap_blocks_batch, and operations that every model runs
-    # On CUDA, vLLM imports FlashAttention 2 or 3 for all attention backends (0.26.0
-    # v1/attention/backends/fa_utils.py:23).
+    # On CUDA, vLLM always imports FlashAttention 2 or 3 (0.26.0 v1/attention/backends/fa_utils.py:23).
     "vllm/vllm_flash_attn/_vllm_fa3_C.*": "vllm_flash_attention",
 }
 

@@ -1,6 +1,6 @@
 """The stages that run `kvfix roundtrip`. All runs of a stage are in one process, which imports torch only once.
 
-Without fixes, LMCache may make the GPU fail for its whole process. So runs with fixes use other processes.
+LMCache without the fixes may break the GPU for its whole process. So runs with the fixes use other processes.
 """
 
 import os

@@ -9,10 +9,10 @@ Cause: LMCache falls back to torch operations, without a warning, if its compile
 on torch 2.11). The operation that moves one layer indexes the head axis with the token's offset in the block (0.5.6
 torch_ops/mem_kernels.py:323). The operation that moves all layers raises for HND.
 
-Fix: The operation for one layer gets a view of the KV cache with the two axes swapped, and the view's layout. The fix
-does nothing if a block has as many tokens as there are KV heads. LMCache then mixes up heads and tokens of whole
-blocks in the same way at the store and at the load. So the KV of whole blocks is right. If the fix swapped the
-axes of these blocks, chunks that were stored without the fix would load wrong KV.
+Fix: The fix passes a view of the KV cache with the two axes swapped, and the view's layout, to the operation for one
+layer. The fix does nothing if a block has as many tokens as there are KV heads. LMCache then mixes up heads and tokens
+of whole blocks in the same way at the store and at the load. So the KV of whole blocks is right. If the fix swapped
+the axes of these blocks, chunks that were stored without the fix would load wrong KV.
 - Releases: LMCache 0.5.0 to 0.5.6.
 - Remove when: `kvfix roundtrip --backend lmcache-layerwise --layout hnd --no-fixes` passes.
 """

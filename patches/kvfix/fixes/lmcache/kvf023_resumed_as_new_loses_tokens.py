@@ -10,7 +10,7 @@ the prompt. LMCache also stores wrong KV for later tokens, because LMCache reads
 
 Fix: The fix gives the tracker all tokens of the request, as LMCache does with runner V1.
 - Releases: LMCache 0.3.9 to 0.5.6 with runner V2, which vLLM 0.32 uses for most models on a GPU. A hit is longer than
-  the prompt if `save_decode_cache` or a later turn stored answers. 0.3.9 looks up only prompts: its loads are right.
+  the prompt if `save_decode_cache` or a later turn stored answers. 0.3.9 looks up only prompts, so all loads are right.
 - Remove when: `RequestTracker.from_new_request` takes `prefill_token_ids`.
 """
 

@@ -34,7 +34,7 @@ _STORE_NOTHING = "_kvfix_store_nothing"
 
 
 class Unsaved:
-    """The saves that wait for the reports of all ranks. Each request has at most one waiting save."""
+    """The saves that wait for the load reports of all ranks. Each request has at most one waiting save."""
 
     def __init__(self, config: Any) -> None:
         self.in_flight = _lmcache.most_in_flight(config)
@@ -57,7 +57,7 @@ class Unsaved:
     def put_off(self, meta: Any) -> None:
         """Delay this save to a later step."""
         setattr(meta, _STORE_NOTHING, True)
-        if not meta.save_spec.can_save:  # only a kv_producer would store now; the next save has the tokens
+        if not meta.save_spec.can_save:  # only a kv_producer would store now. The next save has the tokens
             return
         later = copy.copy(meta)
         delattr(later, _STORE_NOTHING)

@@ -27,7 +27,7 @@ def both(first: Any, second: Any) -> Any:
 
 
 def _ask(stores: list[Any], name: str, *args: Any, **kwargs: Any) -> Any:
-    for store in stores:  # no nested calls, because a request may have 1,000 stores in flight
+    for store in stores:  # a loop, because nested calls for 1,000 stores could exceed Python's recursion limit
         answer = getattr(store, name)(*args, **kwargs)
         if not answer:
             break

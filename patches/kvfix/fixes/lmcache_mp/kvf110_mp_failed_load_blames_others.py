@@ -29,7 +29,7 @@ def fix(adapter: Any, answer: Any, request_id: str, op: Any, *_: Any, **__: Any)
 
 
 def _skipped(op: Any) -> list[int]:
-    """Return blocks that the load does not write. Return [] for several KV groups: 0.5.6 then reports request ids."""
+    """Return the blocks that the load skips, or [] for several KV groups, because 0.5.6 then reports request ids."""
     blocks = op.block_ids
     if blocks and isinstance(blocks[0], list):
         if len(blocks) > 1:

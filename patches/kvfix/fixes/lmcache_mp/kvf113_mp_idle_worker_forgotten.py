@@ -1,6 +1,6 @@
 """A worker's first load after an idle hour fails: the server drops a worker that has sent no ping.
 
-Symptom: The server logs `Reaped GPU instance ...: silent for 3600.0s (pinged=False)`. At the first request after that,
+Symptom: The server logs `Reaped GPU instance ...: silent for 3600.0s (pinged=False)`. At the worker's next request,
 the server logs `Rejecting RETRIEVE for unregistered GPU instance ID ...`. Up to 0.5.4 the server logs `No GPU context
 registered for instance ID ...` instead, and the request hangs.
 

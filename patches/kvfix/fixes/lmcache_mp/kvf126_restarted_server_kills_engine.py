@@ -11,7 +11,7 @@ notices a restart between two pings (`lmcache.mp.heartbeat_interval`, 10 s), bec
 
 At the worker's next store the new server raises an error, and sends no answer (multiprocess/transport/zmq_impl/mq.py
 0.5.6:725). With engine-driven transfer the step waits 300 seconds for an answer (`lmcache.mp.mq_timeout`). vLLM's
-timeout for the step is also 300 seconds. Calls in flight when the server ended get no answer either.
+timeout for the step is also 300 seconds. Calls that were in flight when the server ended also get no answer.
 
 Fix: When LMCache's client notices a lost connection, the fix ends the calls in flight. Lookups get no hit, and loads
 and stores fail. At the next heartbeat the fix marks the worker as unhealthy, so LMCache registers the worker again.

@@ -1,10 +1,10 @@
 """EngineCore dies, or too many tokens are stored: OffloadingConnector does not keep to a request's store limit.
 
 Symptom: EngineCore dies with a bare `AssertionError` at `assert boundary <= max_boundary` in
-`_build_partial_tail_store_jobs` of offloading/scheduler.py. Or all tokens are stored although the limit is 0. The limit
-is `max_offload_tokens` of a request, so any client that can reach the engine can cause the crash. The bug needs layers
-of recurrent state (Mamba, `mamba_cache_mode` "align"), chunks of one block, and hits finer than a block
-(`prefix_match_unit`).
+`_build_partial_tail_store_jobs` of offloading/scheduler.py. If the limit is 0, OffloadingConnector stores all tokens.
+The limit is `max_offload_tokens` of a request, so any client that can reach the engine can cause the crash. The bug
+needs layers of recurrent state (Mamba, `mamba_cache_mode` "align"), chunks of one block, and hits that may end within a
+block (`prefix_match_unit`).
 
 Cause: At the end of a prompt vLLM passes the block with the recurrent state to the connector. vLLM does not know the
 limit, but the connector asserts that the block is not beyond the limit (offloading/scheduler.py 0.32.0:1443). The

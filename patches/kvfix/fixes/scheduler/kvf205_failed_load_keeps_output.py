@@ -69,7 +69,7 @@ def _is_ahead(scheduler: Any, of_stages: bool) -> bool:
 def _preempt(scheduler: Any, request: Any, preempted: Any) -> None:
     request._kvfix_compute = True
     if hasattr(scheduler, "_preempt_request"):
-        # Keep one line: between the calls no queue has the request, and tests/lab/faults.py raises at every line.
+        # One line, because no queue has the request between the two calls, and tests/lab/faults.py raises at each line.
         _ = scheduler.running.remove(request), scheduler._preempt_request(request, time.monotonic())
     else:  # 0.11
         scheduler.running.remove(request)

@@ -4,8 +4,8 @@ Symptom: The log has `Running: 0 reqs, Waiting: N reqs` for ever, no throughput,
 attention and of sliding windows (Gemma, gpt-oss), the connector loads between steps, and the KV cache is nearly full.
 
 Cause: In a sliding window, a request holds at most `max_admission_blocks_per_request` blocks at once. From this limit,
-vLLM subtracts all entries in the request's list. The result is the number of blocks that the request may still need
-(`get_num_blocks_to_allocate`, v1/core/single_type_kv_cache_manager.py 0.32.0:215-253). The entries include the null
+vLLM subtracts the length of the request's block list. The result is the number of blocks that the request may still
+need (`get_num_blocks_to_allocate`, v1/core/single_type_kv_cache_manager.py 0.32.0:215-253). The list includes the null
 blocks in front of the window, even the null blocks of a hit. For a hit longer than the limit, the result is 0.
 
 vLLM admits a new load if it fits into the blocks that are free and not reserved for the loads in flight (scheduler.py
@@ -56,7 +56,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
         @functools.wraps(function)
         def wrapper(manager: Any, *args: Any, **more: Any) -> int:
-            # vLLM calls the function for each request and KV group in each step, but limits only an admission.
+            # vLLM calls the function for each request and KV group in each step, but only an admission has a limit.
             call = limited if more.get("apply_admission_cap", True) else function
             return call(manager, *args, **more)
 

@@ -8,8 +8,8 @@ Then vLLM shortens a chunk that ends less than `num_prefill_lookahead` tokens be
 (`_reserve_prefill_lookahead`, :570). vLLM does not shorten a chunk that ends at the prompt's end.
 
 Suppose that fewer tokens than `num_prefill_lookahead` follow the last whole block of the prompt. vLLM then shortens a
-chunk that should end with this block. The rest of the block is the next chunk. vLLM shortens this chunk to 0 tokens, in
-each step. The hang starts in a step whose token budget is smaller than the rest of the prompt.
+chunk that should end with this block. The rest of the block becomes the next chunk. vLLM shortens the next chunk to 0
+tokens in each step. The hang starts in a step whose token budget is smaller than the rest of the prompt.
 
 Fix: If vLLM shortens a chunk to 0 tokens for a Mamba model, the fix restores the chunk. vLLM then accepts fewer drafts.
 - Remove when: vLLM cuts tokens off a chunk only if a later step schedules these tokens.

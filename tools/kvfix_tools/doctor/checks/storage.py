@@ -42,7 +42,7 @@ def _nearest_folder(folder: Path) -> Path:
 
 
 def _is_writable(there: Path) -> bool:
-    """Return True if kvfix may write into this folder. File systems without blocks (/sys, /proc) do not count."""
+    """Return True if kvfix may write into this folder. Return False for /sys and /proc, which have no blocks."""
     return there.is_dir() and os.access(there, os.W_OK | os.X_OK) and os.statvfs(there).f_blocks > 0
 
 
@@ -81,8 +81,8 @@ def remote_scheme(setup: Setup) -> Iterator[Line]:
 
 @check("offload-size")
 def offload_size(setup: Setup) -> Iterator[Line]:
-    """OffloadingConnector has a CPU cache that fits into the memory, a known spec_name, and a block_size that is a
-    multiple of vLLM's. The check includes children of a MultiConnector."""
+    """OffloadingConnector, alone or in a MultiConnector, has a known spec_name, and its CPU cache fits into the memory.
+    The connector's block_size is a multiple of vLLM's block size."""
     limit, _, source = setup.machine.memory()
     for each in setup.connectors:
         if each.name != "OffloadingConnector":

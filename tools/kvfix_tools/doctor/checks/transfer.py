@@ -122,7 +122,7 @@ def keys(setup: Setup) -> Iterator[Line]:
 
 
 def _without_prefix(setup: Setup, entry: Connector, known: dict[str, Any]) -> Iterator[Line]:
-    # vLLM itself reads some keys, such as `use_layerwise`, which differs from lmcache.use_layerwise.
+    # vLLM's connector reads some keys without the prefix `lmcache.`, such as `use_layerwise`. These keys are no error.
     tree = setup.packages.tree(f"{VLLM_CONNECTORS}.{READERS[entry.is_v1][1]}")
     own = {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)} if tree else set()
     for key in entry.extra:

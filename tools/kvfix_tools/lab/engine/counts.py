@@ -40,7 +40,7 @@ FEATURES: dict[str, Callable[[Options], Any]] = {
 #: - steps_ahead: steps scheduled while an earlier step has no output
 #: - steps_in_flight: steps scheduled while two earlier steps have no output
 #: - null_objects_left_out: objects that the server did not store because all their blocks are null
-#: - last_blocks_dropped: hits of vLLM's prefix cache from which vLLM drops the last block because it uses EAGLE
+#: - last_blocks_dropped: hits of vLLM's prefix cache whose last block vLLM drops because of EAGLE
 #: - not_to_store: requests that must not be stored
 #: - passed_over: hits of LMCache that a MultiConnector does not use, because the hit of another connector is used
 #: - came_first_by_priority: requests admitted before a request that arrived earlier

@@ -1,6 +1,6 @@
 """The lab's engine: vLLM's real scheduler, a real connector, and memory whose right contents the lab knows.
 
-A schedule is a list of calls of methods of LabEngine or its connector. Each call does what a client or another engine
+A schedule is a list of method calls on LabEngine or on its connector. Each call does what a client or another engine
 would do, causes a fault, or checks an expectation. In this file, a step is one iteration of the engine.
 """
 

@@ -1,4 +1,4 @@
-"""Lookups of LMCache's in-process connector: repeated, timed out, aborted, answered late."""
+"""Scenarios of LMCache's in-process connector. A lookup is repeated, times out, is aborted, or gets a late answer."""
 
 from functools import partial
 
@@ -96,7 +96,7 @@ SCENARIOS = {
         options=Options(chunk_size=256, max_num_batched_tokens=1024, kv_role="kv_consumer"),
     ),
     "dead-worker-stalls-lookups": large_chunks(
-        # vLLM has no blocks for the request, so vLLM asks in every step.
+        # vLLM has no blocks for the request, so vLLM repeats the lookup in every step.
         [do.lookups_fail(4), do.keep_blocks(0), do.admit("r", prompt(300)), do.step(4), do.free_blocks()],
         shows="KVR012",
     ),
@@ -130,9 +130,9 @@ SCENARIOS = {
     "mismatch-in-tokens-to-load": only_0_3_10(
         # A prompt has 10,009 tokens, a block 16, and a chunk 256. One step computes 336 tokens (21 full blocks), and
         # LMCache stores one chunk. The next step computes one more token, in block 22. When the request is preempted,
-        # its 21 full blocks stay in the prefix cache. While too few blocks are free, vLLM asks in every step. A lookup
-        # answers the first call with 0. The lookup cache answers the later calls.
-        # "other" has 637 of the 659 usable blocks. They are full after "other" has generated three tokens.
+        # its 21 full blocks stay in the prefix cache. While too few blocks are free, vLLM calls match in every step. A
+        # lookup answers the first call with 0. The lookup cache answers the later calls.
+        # "other" has 637 of the 659 usable blocks. After three generated tokens, these 637 blocks are full.
         [do.admit("other", prompt(10190, seed=1), max_tokens=6), do.step()],
         [do.admit(LONG, prompt(10009, seed=2), max_tokens=2), do.budget(1 + 336), do.step(), do.budget(1 + 1)],
         do.step(),  # the long request gets the last free block as its 22nd block
@@ -145,8 +145,8 @@ SCENARIOS = {
         options=LARGE(num_blocks=660, max_num_batched_tokens=16384, max_model_len=12288, reserve_full_isl=False),
     ),
     "raw-hit-beyond-request": only_0_3_10(
-        # Of 1,101 tokens, LMCache has 1,024, and vLLM's prefix cache has 800 after a preemption. LMCache answers 224,
-        # then 1,024, and vLLM's assertion fails for 1,824 tokens (vllm/v1/core/sched/scheduler.py 0.32.0:1048).
+        # The request has 1,101 tokens. LMCache has 1,024, and after a preemption vLLM's prefix cache has 800. LMCache
+        # answers 224, then 1,024. vLLM's assertion fails for 1,824 tokens (v1/core/sched/scheduler.py 0.32.0:1048).
         [do.admit("r", prompt(1100), max_tokens=8), do.step(), do.preempt("r")],
         do.keep_blocks(50),  # 50 of the 69 blocks of "r" stay in the prefix cache: 800 tokens
         do.step(),  # match(800): answered by a lookup

@@ -1,4 +1,4 @@
-"""LMCache's multi-process connector. `mp_scenarios` also plays vLLM's copy of this connector."""
+"""Scenarios of LMCache's multi-process connector. `mp_scenarios` also plays vLLM's copy of this connector."""
 
 from dataclasses import replace
 from functools import partial
@@ -98,8 +98,8 @@ SCENARIOS: dict[str, Any] = {
         options={"delay": 4},
     ),
     "mp-failed-load-stores-ahead": mp_scenarios(
-        # vLLM has cached 64 tokens, the server 128. The load fails, and vLLM continues at token 64. LMCache's tracker
-        # still counts the 128 tokens of the hit, so it stores tokens 128 to 192 when only 144 tokens are computed.
+        # vLLM has cached 64 tokens. The server has 128. The load fails, and vLLM continues at token 64. LMCache still
+        # counts the 128 tokens of the hit, so LMCache stores tokens 128 to 192 when only 144 tokens are computed.
         [do.serve("short", prompt(70)), do.stored_elsewhere(prompt(128))],
         [do.admit("r", prompt(300), max_tokens=2), do.step(2), do.lose_loads()],  # the load was in flight
         shows="KVR008",
@@ -124,7 +124,7 @@ SCENARIOS: dict[str, Any] = {
     ),
     "mp-lookup-double-count": mp_scenarios(
         [do.stored_elsewhere(prompt(128)), do.keep_blocks(4), do.admit("r", prompt(800), max_tokens=2)],
-        do.step(4),  # one step with the lookup, then three steps that ask again without enough blocks
+        do.step(4),  # one step sends the lookup. Three steps ask again, because too few blocks are free
         do.free_blocks(),
         shows="KVR007",
         doc="Each poll of a waiting request adds its hit to the stored tokens. LMCache never stores the next tokens.",
@@ -264,7 +264,7 @@ SCENARIOS: dict[str, Any] = {
             num_blocks=24, chunk_size=16, max_num_batched_tokens=16, states=True, separate_object_groups=True, delay=20
         ),
     ),
-    # Each step fills three blocks; only the third has a state. The server stores all three: each has attention KV.
+    # Each step fills three blocks. Only the third has a state. The server stores all three, as all have attention KV.
     "mp-state-kept-null": _null_state(40, {"chunk_size": 16}),
     # A chunk has two blocks. vLLM keeps a state at the end of each step, here after 48 and 96 tokens, in the third and
     # the sixth block. The second chunk has the third block and the fourth block. The fourth block is null.
@@ -277,8 +277,8 @@ SCENARIOS: dict[str, Any] = {
     ),
     "mp-window-loaded-short": windows(
         # With three MTP modules, vLLM keeps the window of 32 tokens and two tokens before the window. LMCache loads the
-        # last two blocks of the hit of "r". The two tokens are in the block before (tokens 80 to 96). vLLM caches this
-        # block, but LMCache does not load it. "other" hits 112 tokens, only in vLLM, and reads from token 81.
+        # last two blocks of the hit of "r". The two tokens are in the third-last block (tokens 80 to 96). vLLM caches
+        # that block, but LMCache does not load it. "other" hits 112 tokens, only in vLLM, and reads from token 81.
         [do.stored_elsewhere(prompt(128)), do.serve("r", prompt(160), max_tokens=2), do.lookups_fail(1)],
         do.admit("other", prompt(128) + prompt(40, seed=1), max_tokens=2),
         shows="LAB001 in KV group 1",
@@ -295,7 +295,7 @@ SCENARIOS: dict[str, Any] = {
         options=MP(num_blocks=40, windows=(16,), max_num_batched_tokens=64),
     ),
     "mp-window-stored-late": scenario(
-        # vLLM has cached 64 tokens, the server 128. After the failed load, LMCache stores each chunk 64 tokens late.
+        # vLLM has cached 64 tokens. The server has 128. After a failed load, LMCache stores each chunk 64 tokens late.
         [do.serve("short", prompt(65)), do.stored_elsewhere(prompt(128))],
         [do.admit("r", prompt(400), max_tokens=2), do.step(2), do.lose_loads()],  # the load was in flight
         doc="After a failed load LMCache stores each chunk too late: other requests have the window's blocks by then.",

@@ -1,4 +1,4 @@
-"""vLLM's OffloadingConnector and SimpleCPUOffloadConnector, alone or with LMCache's connector."""
+"""Scenarios of vLLM's OffloadingConnector and SimpleCPUOffloadConnector, alone or with LMCache's connector."""
 
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ beside_0_32 = partial(beside, wrong={"vllm": ">=0.32,<0.33"})
 
 
 def _failed_load(shows: str, *then: Step, doc: str = "", **options: Any) -> Scenario:
-    """Return a scenario of a failed load of LMCache into blocks that an offloading connector stores."""
+    """Return a scenario in which a load of LMCache fails, and an offloading connector stores the load's blocks."""
     return beside(
         [do.stored_elsewhere(prompt(256)), do.fail_load("r"), do.admit("r", prompt(300), max_tokens=4), *then],
         shows=shows,

@@ -43,7 +43,7 @@ def missing(device: torch.device) -> str | None:
 
 
 def check(kind: str, device: torch.device, result: Result) -> Result:
-    """Run an engine with this connector. Compare its answers with the answers of an engine without a connector."""
+    """Run an engine with this connector. Compare the answers with the answers of an engine without a connector."""
     plain = without_connector(device.type)
     with tempfile.TemporaryDirectory() as folder, connector(kind, Path(folder)) as transfer:
         ran = run_engine(Path(folder), transfer, device.type)
@@ -103,7 +103,7 @@ def connector(kind: str, folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def run_engine(folder: Path, transfer: dict[str, Any] | None, device: str) -> dict[str, Any]:
-    """Run an engine. Return its answers, and the violations that it logged. Raise RuntimeError if the run fails."""
+    """Run an engine. Return the engine's answers and logged violations. Raise RuntimeError if the run fails."""
     engine = real_engine.ON_CUDA if device == "cuda" else {}
     job = {"loads": str(folder / "loads"), "transfer": transfer, "engine": engine}
     here = str(Path(__file__).parents[3])  # the folder from which vLLM's processes import kvfix_tools

@@ -1,6 +1,6 @@
 """Copy KV with the compiled operations or the torch fallback of the installed LMCache (docs/roundtrip.md).
 
-- `lmcache-engine`: kvfix cannot see the host memory, so it checks the loaded KV and the number of loaded tokens.
+- `lmcache-engine`: kvfix cannot see the host memory, and checks only the loaded KV and the number of loaded tokens.
 - `lmcache-mp`: LMCache issue 4463 (wrong KV) does not affect this backend, so packed layouts must pass.
 """
 
@@ -25,8 +25,8 @@ from kvfix_tools.roundtrip.cell_check import CellCheck, Refused, Transfer
 from kvfix_tools.roundtrip.layout import Geometry
 from kvfix_tools.roundtrip.region import Region
 
-#: Axes of LMCache's memory objects, outermost first. KV_2LTD has all layers, KV_T2D one (0.5.6 memory_management.py).
-#: If the engine packs K and V in one axis, `lmcache-mp` also packs them (0.5.6 torch_ops/mp_mem_kernels.py:285).
+#: Axes of the memory objects, outermost first. KV_2LTD has all layers, KV_T2D has one (0.5.6 memory_management.py).
+#: If the engine packs K and V in one axis, `lmcache-mp` packs K and V too (0.5.6 torch_ops/mp_mem_kernels.py:285).
 AXES = {
     **dict.fromkeys(("v2", "v3", "split"), "kv layer token head"),
     "layerwise": "token kv head",
@@ -110,7 +110,7 @@ class ThroughEngine(Transfer):
             lmcache_instance_id=name,
         )  # fmt: skip
         keys = ChunkedTokenDatabase(config, metadata)
-        # A new cache engine runs gc.collect(). freeze() hides vLLM's objects, which take over a second to scan.
+        # A new cache engine runs gc.collect(). Without freeze(), collect() would scan vLLM's objects for over a second.
         gc.freeze()
         self.engine = LMCacheEngine(config, metadata, keys, connector, lambda tensor, _: tensor, lambda thing, _: thing)
         gc.unfreeze()
@@ -211,7 +211,7 @@ def make(name: str, geometry: Geometry, check: CellCheck, buffer: bool = True) -
 
 
 def hints(geometry: Geometry) -> dict[str, str]:
-    return {"kv_layout": "HND" if geometry.layout.name in HND else "NHD"}  # LMCache reads packed-pool's strides
+    return {"kv_layout": "HND" if geometry.layout.name in HND else "NHD"}  # for packed-pool, LMCache reads the strides
 
 
 @functools.cache
