@@ -32,8 +32,8 @@ WRONG, OTHER = prompt(200, 77), prompt(200, 78)
 ENGINE = {"max_model_len": 1024, "num_gpu_blocks_override": 257, "max_num_batched_tokens": 352}
 TRANSFER = {**start.v1(64), "kv_connector": "Copied", "kv_connector_module_path": "kvfix_engine_verify"}
 ENVIRONMENT = {**start.ONE_PROCESS, "KVFIX_TEST_REAL_CONNECTOR": "1"}
-#: Findings for each fault: number of wrong chunks, index of the first wrong chunk, and first wrong layer, part (K or V)
-#: and worst token of the first wrong chunk. None: the test does not check the value.
+#: For each fault, the number of wrong chunks and the index of the first wrong chunk. Then the first wrong layer of this
+#: chunk, the part (K or V) and the worst token. None: the test does not check the value.
 FOUND: dict[str, tuple[int, int, int | None, str, int | None]] = {
     "two_chunks_swapped": (2, 0, 0, "K", None),
     "chunk_of_another_prompt": (1, 0, 0, "K", None),
@@ -118,7 +118,7 @@ class Engine:
 
 
 def healthy(engine: Engine) -> dict[str, Any]:
-    """Send 25 prompts, and then 100 hits in four rounds. Rounds 2 and 4 reverse the order and set `Linear.halves`."""
+    """Send 25 prompts, then repeat them in four rounds. Rounds 2 and 4 reverse the order and set `Linear.halves`."""
     cold = [engine.ask([each])[0] for each in PROMPTS]
     compared, right = [], True
     for order in (1, -1, 1, -1):
@@ -132,7 +132,7 @@ def healthy(engine: Engine) -> dict[str, Any]:
 
 
 def faults(engine: Engine) -> dict[str, Any]:
-    """Return the comparisons for each planted fault, and if the answer is right. Repeat `zeros` without the audit."""
+    """For each planted fault, return the comparisons and if the answer is right. Repeat `zeros` without the audit."""
     import kvfix_engine_verify
 
     right, _ = (engine.ask([each])[0] for each in (WRONG, OTHER))
@@ -241,7 +241,7 @@ def test_a_fault_in_the_cache_is_reported(ran: Ran, fault: str) -> None:
     assert token is None or event["token"] == token
     assert event["error"] > event["limit"]
     assert found["right"] or fault == "other_weights"
-    assert fault != "zeros" or found["right when loaded"] is False  # without the audit
+    assert fault != "zeros" or found["right when loaded"] is False  # without the audit, vLLM loads the zeros
 
 
 def test_the_log_has_rule_and_arithmetic(ran: Ran) -> None:

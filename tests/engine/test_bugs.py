@@ -18,7 +18,7 @@ APPLY = pytest.mark.parametrize("apply", [False, True], ids=["as released", "wit
 ONE = prompt(300, 1)
 #: Request `running` leaves too few blocks for request `waiting`. serve.py aborts `waiting` while `running` still runs.
 ABORT: dict[str, Any] = {"running": (prompt(760, 9), 230), "waiting": (ONE, 2), "steps": 4, "extra_args": None}
-#: `kvfix dump` reports this text if the scheduler is in the hook.
+#: `kvfix dump` reports this text while the scheduler runs this hook of the connector.
 STANDS = "in get_num_new_matched_tokens of LMCacheConnectorV1 for "
 #: In round 1, LMCache stores ONE. In round 2, vLLM computes ONE's first 96 tokens, then looks up the whole prompt.
 ON_TOP = [[(ONE, 5)], [(ONE[:96], 1), (ONE, 5)]]
@@ -84,7 +84,7 @@ def test_statistics_of_an_aborted_request(apply: bool, tmp_path: Path, newest_se
 
 @APPLY
 def test_polls_of_a_waiting_request_in_vllms_own_copy(apply: bool, tmp_path: Path, server_of_046) -> None:  # type: ignore[no-untyped-def]
-    """For a request that waits for blocks, each lookup counts the hit as stored again. So LMCache stores too little."""
+    """Each lookup of a request that waits for blocks counts the hit as stored again. So LMCache stores too little."""
     long, other = prompt(900, 21 + apply), prompt(640, 23 + apply)  # the cases share one server
     rounds = [[(long[:512], 1)], [(other, 40), (long, 2)], [(long, 2)]]
     ran = start.run(
@@ -100,7 +100,7 @@ def test_polls_of_a_waiting_request_in_vllms_own_copy(apply: bool, tmp_path: Pat
 
 @APPLY
 def test_a_worker_that_does_not_answer_lookups(apply: bool, tmp_path: Path) -> None:
-    """KVF015 doubles the pause after each lookup that times out. Without KVF015, a dump shows a waiting scheduler."""
+    """KVF015 pauses the lookups after timeouts. Without KVF015, a dump shows a scheduler that waits for a lookup."""
     dumps: list[dict[str, Any]] = []
 
     def stands_in_the_lookup(pid: int) -> None:

@@ -22,7 +22,7 @@ from tests.engine.start import Ran
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 TOKENS = 12
-#: LMCache has this many first tokens of a prompt before the request comes: three chunks, or six blocks.
+#: LMCache has the first 192 tokens of a prompt before the request comes. 192 tokens are three chunks or six blocks.
 HIT = 192
 JOB: dict[str, Any] = {
     "program": Path(__file__).name,
@@ -39,8 +39,8 @@ class Case(NamedTuple):
 
     load: list[int]
     again: dict[str, int]  # tokens that LMCache loads for each request when the test sends the prompt again
-    steps: list[dict[str, int]] = []  # tokens of each request: in the step whose load fails, then in the next step
-    #: Requests whose answer is wrong without kvfix: at first, and when the test sends the prompts again.
+    steps: list[dict[str, int]] = []  # tokens of each request in the step whose load fails, and in the next step
+    #: Requests whose answer is wrong without kvfix, in the first run and when the test sends the prompts again.
     wrong: tuple[set[str], set[str]] = (set(), set())
     sharer: list[int] = []  # a prompt sent one step later. The prefix cache then has the failed load's blocks
 

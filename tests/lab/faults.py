@@ -1,4 +1,4 @@
-"""While the lab plays schedules, raise errors at random lines of fixes: `python -m tests.lab.faults DRAWS`."""
+"""Raise errors at random lines of fixes while the lab plays an engine. Run `python -m tests.lab.faults DRAWS`."""
 
 import ast
 import functools
@@ -31,7 +31,7 @@ class Fault(Exception):
 
 
 class Plan:
-    """Counts runs of each line of the fix `code`. Raises at run number `time` of `line`. always: raises later, too."""
+    """Counts runs of each line of the fix `code`. Raises at run number `time` of `line`. always: also in later runs."""
 
     def __init__(self, code: str = "", line: Line | None = None, time: int = 0, always: bool = False) -> None:
         self.code, self.line, self.time, self.always = code, line, time, always
@@ -42,7 +42,7 @@ class Plan:
 
     def trace(self, frame: Any, event: str, _: Any) -> Any:
         if self.inner and frame.f_back is not None and frame.f_back.f_globals.get("__name__") == __name__:
-            return None  # the engine calls this function directly, so raise only in functions that this function calls
+            return None  # the engine calls this fix function directly, so raise only in the functions that it calls
         return self.at if frame.f_globals.get("__name__", "").startswith("kvfix.fixes.") else None
 
     def at(self, frame: Any, event: str, _: Any) -> Any:
@@ -56,7 +56,7 @@ class Plan:
         return self.at
 
     def _is_passed(self, frame: Any, where: Line) -> bool:
-        """Return True at `try:`, at a line of `_cannot_fail`, and at a `with` line that runs again at the end."""
+        """Return True for `try:`, a line of `_cannot_fail`, and a `with` line that runs again when its block ends."""
         text = linecache.getline(*where).strip()
         if text == "try:" or where[1] in _cannot_fail(where[0]):
             return True
@@ -79,7 +79,7 @@ def planned(*plan: Any) -> Iterator[None]:
         PLAN.__init__()  # type: ignore[misc]
 
 
-#: A statement with only these nodes cannot raise.
+#: A statement with only these nodes of `ast` cannot raise.
 _SAFE = (
     ast.Return, ast.Expr, ast.Assign, ast.Name, ast.Constant, ast.Yield, ast.Tuple, ast.expr_context, ast.Pass,
     ast.Continue, ast.Break, ast.FunctionDef, ast.arguments, ast.arg,
@@ -88,7 +88,7 @@ _SAFE = (
 
 @functools.cache
 def _cannot_fail(file: str) -> frozenset[int]:
-    """Return the numbers of lines that cannot raise, and of lines in `finally` blocks, which must restore objects."""
+    """Return the numbers of lines that cannot raise. Include `finally` blocks, because they must restore objects."""
     tree = ast.parse("".join(linecache.getlines(file)))
     safe = [each for node in ast.walk(tree) if isinstance(node, ast.Try) for each in node.finalbody]
     for node in ast.walk(tree):
@@ -112,7 +112,7 @@ def traced(inner: bool) -> Iterator[None]:
 
 
 def raising(code: str, function: Function, inner: bool = False) -> Function:
-    """Wrap a function of the fix `code`, in which PLAN may raise. inner: the engine itself calls the function."""
+    """Wrap a function of the fix `code`, so that PLAN may raise in it. inner: True if the engine calls the function."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -176,9 +176,9 @@ def _with_faults(wrap: Function) -> Function:
     return with_faults
 
 
-#: A fix with `on_fault` "closed" may violate these rules: a load is too short, or chunks are not stored or not found.
+#: If a fix with `on_fault` "closed" fails, the lab may report a short load, a missing store or a missing hit.
 CLOSED = ("LAB002", "LAB004", "LAB006")
-#: If one of these fixes fails, prefill writes nothing. Decode's timeout for the load is after the schedule's end.
+#: If one of these fixes fails, prefill writes nothing, and decode still waits for its load when the schedule ends.
 UNTIL_TIMEOUT = ("KVF321", "KVF322", "KVF323", "KVF352")
 
 
@@ -216,7 +216,7 @@ class Counted(NamedTuple):
 
 
 def counted(fix: Any, case: Case) -> Counted:
-    """Play the case without and with the fix. Return the codes found without the fix, and the runs of fix lines."""
+    """Play the case without and with the fix. Return the codes found without the fix, and how often fix lines ran."""
     released = frozenset(found.code for found in (*case.findings(False), *case.findings(skipped=fix.code)))
     with planned(fix.code):
         case.findings()

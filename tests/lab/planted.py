@@ -30,7 +30,7 @@ class Setup(NamedTuple):
 
 
 class Fault(NamedTuple):
-    shows: tuple[str, ...]  # expected findings: a rule's code and a part of the message. The lab must find at least one
+    shows: tuple[str, ...]  # texts `CODE part of the message`. The lab must report a finding that fits one of them
     plant: Plant
     options: dict[str, Any] = {}  # changed options of the setup
     schedule: Plant | None = None  # replaces the schedule of the setup
@@ -47,7 +47,7 @@ def fault(
 
     `at` is the path from the engine to a method that the function replaces. `*` in `at` means each item of a list.
     The function gets the engine, the method and its arguments. Without `at`, the function gets only the engine.
-    Keywords of `options` are setups with changed options. Write `_` for `-`. `every` stands for all other setups.
+    Each keyword of `options` names a setup (`_` for `-`) and has the options to change. `every`: all other setups.
     """
     by_setup = {name.replace("_", "-"): each for name, each in options.items()}
 
@@ -95,7 +95,7 @@ def noted(engine: Any) -> dict[Any, Any]:
 
 
 def played(setup: str, name: str = "", planted: bool = True, **options: Any) -> dict[str, Any]:
-    """Play a setup with the fault `name`, if a name is given. planted=False: play only the fault's schedule."""
+    """Play a setup with the fault `name`, if a name is given. planted=False: plant no fault, but play its schedule."""
     made, fault = SETUPS[setup], FAULTS[setup, name] if name else Fault((), lambda _: None)
     changed = dataclasses.replace(made.options, **{**fault.options, **options})
     with (
@@ -160,7 +160,7 @@ MP = steps(
     until(lambda engine: engine.requests["b"] in engine.scheduler.running),
     [do.preempt("b"), do.run(), do.serve("c", prompt(200), max_tokens=4), do.settle()],
 )
-#: `of lmcache` hits only LMCache. `of both` hits both connectors. `of the other` hits SimpleCPUOffloadConnector.
+#: Request `of lmcache` hits only LMCache, `of both` hits both, and `of the other` hits SimpleCPUOffloadConnector.
 V1_AND_SIMPLE = steps(
     [do.stored_elsewhere(prompt(100)), do.store("of lmcache", prompt(100), 5), do.serve("of both", prompt(100), 5)],
     [do.store("stored", prompt(150, seed=1), 5), do.evict(100), do.serve("of the other", prompt(150, seed=1), 5)],
@@ -211,13 +211,13 @@ OF_RANKS = steps(
     do.run(),
 )
 _FORGET = do.run(), do.step(5), [do.on(engine, "reset_prefix_cache") for engine in ("prefill", "decode")]
-#: Decode gets the same prompt three times. First prefill has the KV, then decode's second connector, then both.
+#: Decode gets one prompt three times. Prefill has the KV first, then decode's second connector, then both.
 OF_MULTI = steps(
     [do.ask("a", prompt(100), 5), _FORGET],
     [do.ask_decode("b", prompt(100), 5), _FORGET],  # the second connector has this prompt
     [do.ask("c", prompt(100), 5), do.run(), do.step(3)],  # prefill and the second connector have this prompt
 )
-#: vLLM frees the blocks before a sliding window while a store is in flight.
+#: A scenario in which vLLM frees blocks that have left the sliding window, while a store is in flight.
 _FREED = {each.slug: each for each in scenarios()}["mp-window-freed-while-stored"]
 _MP = Options(connector="mp", block_size=16, num_blocks=40, chunk_size=32, max_num_batched_tokens=64)
 _REAL = Options(connector="mp", real_server=True, chunk_size=SERVER_CHUNK, num_blocks=40)

@@ -27,7 +27,7 @@ METADATA = "connector.scheduler_adapter.build_connector_meta"
 
 
 def _promise(change: Callable[..., Any]) -> Callable[[Any], None]:
-    """Return a fault: `change` sets the promised tokens. `asked` lists the request's num_preemptions at each lookup."""
+    """Return a fault: `change` returns the tokens to promise. `asked` has num_preemptions of the request per lookup."""
 
     def plant(engine: Any) -> None:
         connector, asked = engine.scheduler.connector, []
@@ -349,7 +349,7 @@ row(
     _in_metadata(lambda _, meta: setattr(meta.save_spec, "can_save", True)), "LAB010 it asks for lmcache.skip_save",
     on=V1, schedule=FOR_DECODER,
 )  # fmt: skip
-#: The server pauses during a store, so the connector considers the server dead. Then the server ends the store.
+#: The server pauses during a store, so the connector considers the server dead. Then the server completes the store.
 SILENT_SERVER = steps(
     do.admit("r", prompt(200), max_tokens=3),
     until(lambda engine: engine.connector.server.storing["r"]),

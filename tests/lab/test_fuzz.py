@@ -162,9 +162,9 @@ FUZZED: list[tuple[str, str, Sequence[int], str, tuple[str, ...]]] = [
     ("nixl-pull", "check", (2, 5, 11, 12, 20), "peer_ranks", OF_RANKS),
     ("nixl-push", "check", (20, 21, 23, 30, 47), "peer_ranks", OF_RANKS),
     *((connector, "check", range(40), "windows", OF_GROUPS) for connector in WITH_RANKS),
-    # one seed four times, because the file tier's threads must not change whether a lookup finds a file
+    # the same seed four times, because the file tier's threads must not change what the lookups find
     ("offloading", "fix", (102,) * 4, "", ()),
-    # seeds for which the lab once reported a false LAB026, or which send a request again after its abort (KVF363)
+    # schedules for which the lab once reported a false LAB026, or which send an aborted request again (KVF363)
     ("mooncake", "check", (664, 1255, 1302), "", ()),
 ]
 
@@ -174,7 +174,7 @@ AGAIN = 4
 
 
 def fuzzed(connector: str, plain: bool, mode: str, seeds: list[int], only: str) -> list[Any]:
-    """Play schedules with option `only` ("": all, and some again). Return each round's [violations, counts]."""
+    """Return [violations, counts] of each schedule in two rounds. only: an option that schedules must have, or ""."""
 
     def played(seeds: list[int]) -> list[Any]:
         done = map(late.play, (each for each in run.schedules(seeds) if not only or getattr(each.options, only)))

@@ -1,4 +1,4 @@
-"""In a roll-out, one of two engines has default fixes. The pair violates no rule that a pair without fixes keeps."""
+"""Apply the default fixes in only one of two engines, as in a roll-out. The fixes must cause no new violation."""
 
 from functools import partial
 from math import inf
@@ -94,7 +94,7 @@ def test_the_fixes_act_in_that_engine_alone(connector: str, fixes_in: str) -> li
     [
         # If only one engine has KVF353, the engines count tokens differently. So KVF353 is opt-in.
         ("nixl-pull", 1, "KVF353", [True, True, True]),
-        # With KVF364, requests end earlier, and decode's messages change. One message then triggers KVF369's bug.
+        # With KVF364, requests end earlier, and decode's messages change. One message then triggers the bug of KVF369.
         ("mooncake-multi", 35, "KVF364", [True, False, False]),
     ],
 )

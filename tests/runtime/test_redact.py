@@ -60,7 +60,7 @@ def test_no_part_of_a_secret_is_left(words: str, secret: str) -> None:
 
 @pytest.mark.parametrize("piece", DATA["pieces"])
 def test_a_long_text_ends(piece: str) -> None:
-    """Ray passes kilobytes of base64. A pattern that rereads a word from each letter needs half an hour for base64."""
+    """Ray passes kilobytes of base64. A pattern that restarts at each letter needs half an hour for base64."""
     redact.text(piece * (500_000 // len(piece)))
     redact.text(f"http://{piece * (500_000 // len(piece))}")
 

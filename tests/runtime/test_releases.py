@@ -18,7 +18,7 @@ from kvfix.applicability import fingerprints
 from tests.conftest import ADAPTER, RELEASES, Fresh, answers, release, release_names
 
 FILE = Path(*ADAPTER.split(".")).with_suffix(".py")
-BUG = "            return cached_num_hit_toks\n"  # this line of LMCache 0.3.10 causes KVF001
+BUG = "            return cached_num_hit_toks\n"  # this line of LMCache 0.3.10 is the bug that KVF001 fixes
 FIXED = "            return max(0, cached_num_hit_toks - num_computed_tokens)\n"
 
 STATUS = "import kvfix; result = {row.code: row for row in kvfix.status()}"

@@ -104,7 +104,7 @@ def _rows(connectors: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def _by_request(connectors: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return {request id: row}. If several connectors have a row, take the row with most promised tokens."""
+    """Return {request id: row}. If several connectors have a row, take the row with the most promised tokens."""
     found: dict[str, dict[str, Any]] = {}
     for connector in connectors:
         for name, row in (connector.get("requests") or {}).items():

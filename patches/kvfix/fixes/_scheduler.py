@@ -11,7 +11,7 @@ def is_within_step(*more: Any) -> bool:
 
     more: the arguments after the block ids. The last argument is `evict_blocks`, which is False for loads between
     steps. vLLM 0.11 does not have `evict_blocks`, so the answer is True for both kinds of loads. For a
-    load between steps, True is harmless: its blocks are not yet in the prefix cache, so no second request uses them.
+    load between steps, True is harmless. No second request uses the blocks, because the prefix cache lacks them so far.
     """
     return not more or bool(more[-1])
 

@@ -9,7 +9,7 @@ from kvfix.fixes.api import Any, stubs
 
 
 def of(connector: Any) -> dict[int, tuple[int, int]]:
-    """Return (tokens in the window, tokens in a block) by KV group. The window includes vLLM's extra tokens for MTP."""
+    """Return {KV group: (tokens in the window, tokens in a block)}. The window includes vLLM's extra tokens for MTP."""
     return {
         number: (spec.sliding_window + getattr(spec, "extra_retained_tokens", 0), spec.block_size)
         for number, spec in _specs(connector, "SlidingWindowSpec")
@@ -17,7 +17,7 @@ def of(connector: Any) -> dict[int, tuple[int, int]]:
 
 
 def states(connector: Any) -> dict[int, int]:
-    """Return the block size in tokens by Mamba group of mode "align". A block holds the state after its last token."""
+    """Return {Mamba group of mode "align": tokens in a block}. A block holds the state after its last token."""
     found = _specs(connector, "MambaSpec")
     return {number: spec.block_size for number, spec in found if spec.mamba_cache_mode == "align"}
 

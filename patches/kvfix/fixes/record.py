@@ -114,8 +114,8 @@ class Fix:
     proof: if no scenario shows the bug, the test that shows the bug, and the reason why no scenario shows the bug.
     changes_healthy: connectors. With these connectors, the fix also changes `kvfix lab` runs that do not have the bug.
     no_patch: {dist: why kvfix has no patch for upstream}.
-    opt_in: True if the user must name the fix (`--plus`). A fix that is not opt-in acts within one engine or server.
-        It changes no key, no stored layout, no message to a peer and no scheduling policy.
+    opt_in: True if the user must name the fix (`--plus`). A fix that is not opt-in acts within one engine or server,
+        and changes no key, no stored layout, no message to a peer and no scheduling policy.
     attaches: ALL_REQUESTS, NEW_REQUESTS or AT_START.
     on_fault: the effect if the code of the fix raises. With "original", the function works as without the fix. With
         "closed", a load fails, a store is skipped or 0 tokens are promised. "" derives the effect from the targets.
@@ -138,7 +138,7 @@ class Fix:
         let_go: Callable[[], None] = lambda: None,
         harmless: Callable[[], str] = str,
     ) -> None:
-        module = sys._getframe(1).f_globals  # as collections.namedtuple finds its module
+        module = sys._getframe(1).f_globals  # the caller's module, found as in collections.namedtuple
         self.module_name: str = module["__name__"]
         self.code, self.slug = code_and_slug(self.module_name)
         self.docstring: str = module["__doc__"] or ""

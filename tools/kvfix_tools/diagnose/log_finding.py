@@ -26,7 +26,7 @@ class HistoryEvent(NamedTuple):
 class LogFinding:
     """A problem that kvfix found in the log.
 
-    violated: rules of the ledger that the request's events violate. first, last: times of the first and last line.
+    violated: rules of kvfix.ledger that the request's events violate. first, last: times of the first and last line.
     ran: {distribution: the last release that the log file named before the finding's first line}.
     """
 

@@ -51,7 +51,7 @@ MILLISECONDS = {b"%03d" % number: number / 1000 for number in range(1000)}
 #: Messages about a process that died without an exception.
 _DIED = re.compile(f"(?P<what>{'|'.join(grammar.TABLES.died)})".encode())
 _DEATHS = tuple(word.encode() for word in grammar.TABLES.deaths)
-#: Messages about failures that KVBM and Mooncake's master log at INFO.
+#: With these messages, KVBM and the master process of Mooncake log failures at level INFO.
 _BAD_AT_INFO = (b"Ping timed out", b"action=client_expired", b"action=unmount_expired_segment")
 #: An engine or a server logs these messages while it shuts down. Later errors are consequences of the shutdown.
 _CLOSING = (b"Unregistered ", b"Shutting down LMCache", b"Gracefully shutting down")
@@ -60,7 +60,7 @@ _NO_STATEMENTS = ("up", "answered_500", "recorded", *grammar.RELEASE_IN)
 
 
 class Headless(enum.IntEnum):
-    """The lines without a logger's prefix that kvfix parses.
+    """Selects the lines that kvfix parses although these lines lack a logger's prefix.
 
     ALL: all lines, for an engine's log. WHOLE: lines that are whole messages, for a paste with few other lines.
     NONE: only recorder lines and NATIVE errors, for documentation or another program's log.
@@ -76,7 +76,7 @@ def is_own(text: bytes) -> bool:
     return any(pattern.search(text) is not None for pattern in (LEVEL, _VLLM, _PROCESS, _CUT))
 
 
-#: The cache helps, because a waiting request gives an equal line in every engine step.
+#: The cache helps, because a waiting request causes an equal log line in every engine step.
 @lru_cache(maxsize=2048)
 def behind_frame(tail: bytes) -> LogLine | None:
     """Parse the end of a line, from `] LMCache LEVEL:` on. Return None if kvfix must parse the whole line."""
@@ -102,7 +102,7 @@ def framed(level: bytes, body: bytes) -> LogLine:
 
 
 class Other:
-    """A line without LMCache's prefix: of vLLM, another logger or a traceback, or a line without its beginning."""
+    """A line without LMCache's prefix. The line is from vLLM, another logger or a traceback, or lacks its beginning."""
 
     def __init__(self, line: bytes, headless: Headless = Headless.ALL) -> None:
         self._headless = headless
@@ -198,7 +198,7 @@ class Other:
 
 
 def parsed(line: bytes, headless: Headless) -> tuple[Other, bytes]:
-    """Return (parsed line, time in vLLM's prefix or b""). A cache serves lines that differ only in their time."""
+    """Return (parsed line, time in vLLM's prefix or b""). Lines that differ only in time share a cache entry."""
     if len(line) > LONGEST_BODY:
         return Other(line, headless), b""
     at = line.find(b" [")

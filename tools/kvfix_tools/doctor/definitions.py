@@ -104,7 +104,7 @@ def words(name: str, packages: Packages) -> set[str]:
 
 
 def connector_keys(is_v1: bool, packages: Packages) -> dict[str, Any]:
-    """Return {key `lmcache.*` that the connector reads: default or None}. Skip modules that kvfix cannot read."""
+    """Return {key `lmcache.*`: default or None} for keys that the connector reads. Skip unreadable modules."""
     modules, own = READERS[is_v1]
     names = [*(f"lmcache.integration.vllm.{module}" for module in modules), f"{VLLM_CONNECTORS}.{own}"]
     keys: dict[str, Any] = {}

@@ -80,7 +80,7 @@ def _in_step(look: Look) -> bool:
 
 
 def seconds_to_look(looks: Sequence[Look]) -> float:
-    """Return how many seconds must be between the first and last look for a sure verdict; 0 if the looks suffice."""
+    """Return the seconds between first and last look that a sure verdict needs, or 0 if the looks suffice."""
     if standstill.verdicts(looks):
         return 0.0
     looks = of_these_hooks(looks)

@@ -2,11 +2,11 @@
 
 Between two bytecodes, Python runs the calls that `Py_AddPendingCall` has queued. `Py_AddPendingCall` takes one short
 lock, but does not take the GIL or allocate memory. So kvfix can call this function wherever the thread has stopped.
-kvfix queues a call of `PyRun_SimpleString` with a line that executes a file. In Python 3.14, `sys.remote_exec` executes
-the file (PEP 768).
+kvfix queues a call of `PyRun_SimpleString` with a line that executes a file. From Python 3.14 on, kvfix prefers
+`sys.remote_exec` (PEP 768).
 
 A thread that waits in a system call (a lock, a socket) reaches no bytecode. If the thread waits without the GIL, kvfix
-makes the thread take the GIL and run the line, as a callback from C does. The lines are in a page that kvfix maps.
+makes the thread take the GIL and run the line, as a callback from C does. kvfix maps a page for the lines.
 """
 
 import os

@@ -26,7 +26,7 @@ from kvfix_tools.roundtrip.run_report import RunReport
 
 OK, USAGE, NOT_HERE = 0, 2, 77
 Job = Callable[[Result], Result]
-Work = list[tuple[Backend, list[Cell]]]  # the chosen backends, each with its cells
+Work = list[tuple[Backend, list[Cell]]]  # the chosen backends, each with its cells (test cases)
 #: If a backend cannot run a cell, the backend raises one of these exceptions before it moves KV.
 REFUSALS = (Refused, NotImplementedError, ValueError, AssertionError)
 #: KV sizes of a model with 8 billion parameters. Each token has 128 KiB of KV in bfloat16.

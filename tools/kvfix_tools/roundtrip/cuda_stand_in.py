@@ -48,7 +48,7 @@ CUDA = SimpleNamespace(
 
 
 class Torch:
-    """A replacement for `torch` in one module. It has the stand-ins for streams and events."""
+    """A replacement for `torch` in one module, with the stand-ins for streams and events."""
 
     cuda, Event = CUDA, Event
 

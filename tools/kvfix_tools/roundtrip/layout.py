@@ -57,14 +57,14 @@ LAYOUTS = {
         # The V row of a head follows the K row of this head (vLLM 0.26 and later, PR 44455).
         _layout("packed", "block offset head kv", "block offset head kv*element"),
         _layout("packed-hnd", "block head offset kv", "block head offset kv*element"),
-        # vLLM for the CPU. The shape is the shape of `packed-hnd`, but all K rows of a head come before its V rows.
+        # On the CPU, vLLM uses the shape of `packed-hnd`, but all K rows of a head come before the head's V rows.
         _layout("packed-cpu", "block head kv offset", "block head offset kv*element"),
         # With two KV heads, `kv-inside` has the shape of `packed`, but another order of rows (LMCache PR 4467).
         _layout("kv-inside", "block offset kv head", "block offset kv head*element"),
         _layout("mla", "block offset"),
         _layout("one-tensor", "layer kv block offset head"),
         _layout("block-outermost", "block layer kv offset head"),
-        # The pool of hybrid models, and vLLM's layout BLNHC. The KV of other layers lies between two blocks of a layer.
+        # Hybrid models and vLLM's layout BLNHC use this order. KV of other layers lies between two blocks of a layer.
         _layout("packed-pool", "block layer offset head kv", "block layer offset head kv*element"),
     )
 }

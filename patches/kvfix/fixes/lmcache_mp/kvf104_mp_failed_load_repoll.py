@@ -5,15 +5,15 @@ Then the request stays in WAITING_FOR_REMOTE_KVS and keeps its blocks. vLLM logs
 throughput and no error. LMCache 0.5.6 logs `<resume-load> req=...` for the request in every other step.
 
 Cause: vLLM resets the request to zero computed tokens and calls `get_num_new_matched_tokens` again. The function looks
-up the prompt again and promises the hit again (lmcache_mp_connector.py 0.5.4:809). But the tracker is READY, and
-`update_state_after_alloc` starts a load only if the tracker is PREFETCHING (0.5.4:869).
+up the prompt again and promises the hit again (lmcache_mp_connector.py 0.5.4:809). But LMCache's tracker of the request
+is READY, and `update_state_after_alloc` starts a load only in the state PREFETCHING (0.5.4:869).
 
 LMCache 0.5.5 recognizes a request whose load has failed, and promises 0 tokens. LMCache 0.5.6 gives a preempted
 request a new tracker (0.5.6:1833). The new tracker records no failed load, so LMCache repeats lookup and load for ever.
 
 Fix: A load has failed if its request was admitted with a hit, has not run since then, and has no computed tokens. The
-fix gives the request a new tracker without a hit, before `get_num_new_matched_tokens`. So vLLM computes the prompt,
-as with LMCache 0.5.5. In releases with LMCache's own fix, KVF104 handles only preempted requests.
+fix gives the request a new tracker without a hit, before `get_num_new_matched_tokens` runs. So vLLM computes the
+prompt, as with LMCache 0.5.5. In releases with LMCache's own fix, KVF104 handles only preempted requests.
 - Releases: LMCache 0.4.5 to 0.5.4. LMCache 0.5.6: only preempted requests. LMCache's modules lmcache_mp_connector_0180
   and _0201: 0.4.4 to 0.5.5. vLLM's copy of the connector: 0.26.0 to 0.33.0.
 - Upstream: None known. LMCache 0.5.5 has its own fix ("Bypassing LMCache for request").

@@ -7,7 +7,7 @@ Cause: vLLM asks the connector for every request and drops the answer for a requ
 (scheduler.py 0.32.0:983). vLLM admits the request even if the lookup is still running. The connector then deletes the
 lookup (lmcache_mp_connector.py 0.5.6:1433), and releases no lock, because the connector does not know the hit yet.
 
-Fix: For a request that reads no cache, the fix sends no lookup and returns no hit. LMCache still stores the request.
+Fix: For a request that reads no cache, the fix sends no lookup and returns no hit. LMCache still stores the KV.
 - Remove when: The connector sends no lookup for a request that reads no cache.
 """
 

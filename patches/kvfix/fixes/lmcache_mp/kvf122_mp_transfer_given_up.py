@@ -1,7 +1,7 @@
 """Wrong text after a late heartbeat: the server runs transfers that the worker dropped, in other requests' blocks.
 
 Symptom: The worker logs `LMCache server is unhealthy — entering degraded mode`, and later `LMCache server is healthy
-again`. Running requests then return wrong text with HTTP 200. So do later hits, until the chunks are evicted.
+again`. Running requests then return wrong text with HTTP 200. Later hits also give wrong text, until eviction.
 
 Cause: A worker counts as unhealthy if its ping gets no answer within 10 seconds (`lmcache.mp.heartbeat_interval`,
 vllm_multi_process_adapter.py 0.5.6:583). `get_finished` then drops the futures of all transfers, and reports the loads
@@ -58,7 +58,7 @@ def note_connection(client: Any) -> None:
     client._kvfix_connected = True
 
 
-# If `fail_transfers` raises, LMCache drops the transfers. This is safe, because a server that has ended writes nothing.
+# If `fail_transfers` raises, LMCache safely drops the transfers, because a server that has ended writes nothing.
 @fix_after(on_fault=_closed.set_to("_kvfix_connected", False))
 def fail_transfers(client: Any, answer: Any) -> None:
     client._kvfix_connected = False

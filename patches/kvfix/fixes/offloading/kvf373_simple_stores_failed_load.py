@@ -46,7 +46,7 @@ def update_connector_output(scheduler: Any, output: Any) -> None:
 
 
 def _bad(scheduler: Any, failed: Collection[int]) -> set[int]:
-    """Return the failed blocks, and all later blocks of their requests; with `lazy_offload`, only the failed blocks."""
+    """Return the failed blocks and their requests' later blocks. With `lazy_offload`, return only the failed blocks."""
     bad = set(failed)
     for state in scheduler._reqs_to_store.values():
         for blocks in state.block_ids:

@@ -35,7 +35,7 @@ def evict_failed(scheduler: Any, answer: Any, requests: Any, invalid_block_ids: 
 
 
 def _is_a_request_gone(running: Any, scheduled: Any = (), *_: Any) -> bool:
-    """Up to vLLM 0.15, the hook does not get `scheduled`. The result is then False."""
+    """Return True if a scheduled request no longer runs. Return False up to vLLM 0.15, which passes no `scheduled`."""
     return isinstance(scheduled, dict) and not scheduled.keys() <= {request.request_id for request in running}
 
 

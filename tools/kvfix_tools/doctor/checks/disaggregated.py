@@ -18,7 +18,7 @@ _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "half": 2, "float": 4}
 
 @check("transfer-library")
 def library(setup: Setup) -> Iterator[Line]:
-    """NIXL or Mooncake is installed and can be imported, if a connector moves KV with it."""
+    """The library with which a connector moves KV (NIXL or Mooncake) is installed and can be imported."""
     for name, dist in _LIBRARIES.items():
         if not setup.needs(name):
             continue
@@ -80,7 +80,7 @@ def prefill_decode(setup: Setup) -> Iterator[Line]:
 
 @check("peer-to-peer")
 def peer_to_peer(setup: Setup) -> Iterator[Line]:
-    """enable_p2p has the controller, the ports and the channel that LMCache asserts (config.py 0.5.6:744-752)."""
+    """enable_p2p has the controller, the ports and the channel that LMCache needs (config.py 0.5.6:744-752)."""
     if setup.v1 is None or not setup.on("enable_p2p"):
         return
     known = setup.definitions.known or _P2P

@@ -23,7 +23,7 @@ _WHERE = "run kvfix doctor where the engine runs: in its container, with its Pyt
 _AGAIN = "kvfix doctor again, when the machine is less busy"
 IN_PROCESS = "lmcache.integration.vllm.vllm_v1_adapter"
 MULTI_PROCESS = "lmcache.integration.vllm.lmcache_mp_connector"
-_SHOWN = 3  # maximum number of misfits to show for one pair of packages. The report only counts further misfits
+_SHOWN = 3  # maximum number of misfits (wrong imports and calls) to show for a pair. The report counts the rest
 
 
 @check("installed", essential=True)
@@ -178,8 +178,8 @@ def gpu(setup: Setup) -> Iterator[Line]:
 
 @check("releases", essential=True)
 def together(setup: Setup) -> Iterator[Line]:
-    """The installed vLLM and LMCache work together: imports exist, functions accept the arguments they get, and the
-    lab has run this pair of releases."""
+    """The installed vLLM and LMCache work together: imports exist, functions accept the arguments they get, and
+    `kvfix lab` has run this pair of releases."""
     vllm, lmcache = setup.vllm, setup.lmcache
     if vllm is None or lmcache is None:
         lacks = "vLLM" if vllm is None else "LMCache"

@@ -26,7 +26,7 @@ def plugins(setup: Setup) -> Iterator[Line]:
 
 @check("fixes")
 def fixes(setup: Setup) -> Iterator[Line]:
-    """Lists known bugs of the installed releases that kvfix fixes. A bug of a release is not a problem of the set-up.
+    """Lists the known bugs that kvfix fixes in the installed releases. A bug of a release is no problem of the set-up.
     The list leaves out opt-in fixes."""
     if setup.packages.places is not None or (setup.vllm is None and setup.lmcache is None):
         return

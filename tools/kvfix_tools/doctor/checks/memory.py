@@ -71,7 +71,7 @@ def pinned(setup: Setup) -> Iterator[Line]:
 
 @check("locked-memory")
 def locked(setup: Setup) -> Iterator[Line]:
-    """`ulimit -l` lets NIXL and Mooncake register their buffers. CUDA's pinned memory does not count against it."""
+    """`ulimit -l` lets NIXL and Mooncake register buffers. CUDA's pinned memory does not count against this limit."""
     limit = setup.machine.locked_memory()
     uses = [name for name in ("nixl", "mooncake") if setup.needs(name)]
     if "nixl" in uses and not _RDMA.fullmatch(setup.environment.get("UCX_TLS", "")):

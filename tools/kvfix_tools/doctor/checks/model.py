@@ -31,7 +31,7 @@ def hybrid(setup: Setup) -> Iterator[Line]:
     kind = str(setup.model.get("model_type") or "this model")
     off = setup.has_option("disable-hybrid-kv-cache-manager")
     takes = not lmcache.is_v1 and _takes_groups(setup)
-    # A server with `all_null_chunk_masks` (since 0.5.4) has the bug of KVF125: it stores objects with some null blocks.
+    # Servers with `all_null_chunk_masks` (LMCache 0.5.4 and later) have the bug of KVF125, and store null blocks.
     server = setup.packages.tree("lmcache.v1.multiprocess.modules.lmcache_driven_transfer")
     if state and (off or not takes):
         why = "--disable-hybrid-kv-cache-manager is set" if off and takes else f"{lmcache.name} supports one group only"

@@ -91,7 +91,7 @@ class Offloading(BothRoles):
         self.has_loaded(rank, name, self._due[name] if self.alone else (0, 0), len(self._groups) > 1, fails)
 
     def _stored(self, event: int) -> None:
-        """Check the content of each block when the scheduler completes its store."""
+        """Check the content of each block when the scheduler completes the store of the block."""
         transfer = self._manager._store_event_to_blocks.get(event)
         names = self.requests_of(event, True)
         self._process_store_event(event)

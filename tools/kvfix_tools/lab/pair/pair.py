@@ -290,7 +290,7 @@ class Pair(Engines):
             self._admit(self.decode, self._id(name), asked.prompt, asked.max_tokens, dict(params))
 
     def ends_at_once(self, name: str, prompt: list[int]) -> None:
-        """Make the first generated token of this request its stop token. Call this before the request arrives."""
+        """Make the first generated token of this request its stop token. Call `ends_at_once` before `ask`."""
         self._stops[name] = continued(prompt, 1)[-1]
 
     def router_takes(self, steps: int) -> None:
