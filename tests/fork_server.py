@@ -121,7 +121,7 @@ def _forked(job: dict[str, str]) -> dict[str, Any]:
         if pid == 0:
             _run(job, there, printed.fileno())
         there.close()
-        answer: dict[str, Any] = {"result": None, "error": "the case ended its process\n"}
+        answer: dict[str, Any] = {"result": None, "error": "the forked process ended before it returned a result\n"}
         with contextlib.suppress(EOFError):
             answer = here.recv()
         here.close()

@@ -64,7 +64,7 @@ def measure() -> Iterator[Row]:
             if turn < 0:
                 before = {mode: own_seconds(servers[mode]) for mode in BUDGET}
         for server in servers.values():
-            assert server.metric(PREEMPTIONS) > 0, "no request was preempted: it tests nothing"
+            assert server.metric(PREEMPTIONS) > 0, "vLLM preempted no request, so this run does not test preemption"
         speed = f"{SHORT / median(took['']):.1f} requests/s without kvfix"
         for mode, percent in BUDGET.items():
             own, all_of_it = own_seconds(servers[mode]) - before[mode], sum(took[mode])

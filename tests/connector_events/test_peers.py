@@ -158,7 +158,7 @@ def test_kv_that_prefill_writes_to_decode(files: dict[str, Path], ended: dict[st
 
 def test_a_missing_record_makes_the_lease_unknown(files: dict[str, Path], replayed: Replayed) -> None:
     text = replayed.text([files["decode"], files["decode"]])
-    assert "4 requests read blocks of engine prefill-1, of which no recording was given" in text
+    assert "4 requests read blocks of engine prefill-1, but no recording of prefill-1 was given" in text
     lines = files["prefill"].read_text().splitlines()
     ended = [line for line in lines if '"LeaseEnded"' in line]
     files["prefill"].write_text("\n".join(line for line in lines if line not in ended) + "\n")

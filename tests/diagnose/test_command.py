@@ -95,9 +95,9 @@ def test_findings_are_shown_when_the_page_cannot_be_written(run: Run, tmp_path: 
     code, out, err = run(CRASH, html=str(tmp_path / "no/page.html"), issue=str(tmp_path / "issue.md"))
     assert code == 2
     assert "KVD101" in out
-    assert "no/page.html: No such file or directory; nothing was written there" in err
+    assert "no/page.html: No such file or directory; kvfix wrote nothing" in err
     assert (tmp_path / "issue.md").exists()
-    assert "nothing was written there" in run(CRASH, issue=str(tmp_path / "no/issue.md"))[2]
+    assert "kvfix wrote nothing" in run(CRASH, issue=str(tmp_path / "no/issue.md"))[2]
 
 
 def test_a_kind_of_failure_is_not_presented_as_its_cause(run: Run, tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_one_request(run: Run) -> None:
     assert "lookup at 288 computed tokens promises 0: hit 256 - computed 288 = -32, nothing to load" in out
     assert "Storing KV cache for 256 out of 256 tokens" in out
     assert "0-8805ffee" not in out
-    assert "request never-seen is named in no recognised line" in run(CRASH, request="never-seen")[1]
+    assert "no recognised line names request never-seen" in run(CRASH, request="never-seen")[1]
 
 
 def test_the_page_stands_alone_and_escapes_what_a_log_holds(run: Run, tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_a_page_is_written_whole_or_not_at_all(run: Run, tmp_path: Path, monkeyp
     monkeypatch.setattr(Path, "write_text", write_text)
     code, _, err = run(CRASH, html=str(out))
     assert code == 2
-    assert "No space left on device; nothing was written there" in err
+    assert "No space left on device; kvfix wrote nothing" in err
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
     assert "before" in out.read_text()
 

@@ -104,7 +104,7 @@ class Server:
             except httpx.HTTPError:
                 return False
 
-        self.until(answers, "it does not start")
+        self.until(answers, "the server does not start")
 
     def until(self, holds: Callable[[], bool], else_: str) -> None:
         end = time.monotonic() + LIMIT

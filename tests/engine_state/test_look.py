@@ -90,7 +90,7 @@ def test_a_process_stuck_in_native_code(tmp_path: Path) -> None:
         done = look(process.pid)
     assert done.returncode == 1, done.stderr
     assert "has been in start_load_kv for at least " in done.stdout.splitlines()[0]
-    assert "by its stacks only: " in done.stdout
+    assert "by its stacks only, because " in done.stdout
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")

@@ -261,11 +261,11 @@ def test_refusals(fresh: Fresh, tmp_path: Path) -> None:
     good = {"kvfix-schedule": 1, "versions": releases.versions(), "options": {}, "steps": []}
     files: dict[str, tuple[dict[str, Any], str]] = {
         "nixl": ({"options": {"connector": "nixl"}}, "no connector 'nixl'; known: v1, mp, mp-in-tree, offloading"),
-        "option": ({"options": {"no_such": 1}}, "no saved schedule (TypeError: "),
+        "option": ({"options": {"no_such": 1}}, "not a saved schedule (TypeError: "),
         "ranks": ({"options": {"beside": True, "ranks": 2}}, "a MultiConnector with one rank"),
         "step": ({"steps": [["fly", 1]]}, "knows no step fly"),
         "in-tree": ({"options": {"connector": "mp-in-tree"}}, "where 0.5.0 to 0.5.6 take server_urls (0.5.6:673)"),
-        "old": ({"kvfix-schedule": 0}, "schedule format 0"),
+        "old": ({"kvfix-schedule": 0}, "the schedule has format 0, but kvfix reads 1"),
         "elsewhere": (
             {"versions": {"vllm": "0.1", "lmcache": "0.1"}},
             "the schedule was found on vllm 0.1, lmcache 0.1; installed here: vllm",
@@ -274,7 +274,7 @@ def test_refusals(fresh: Fresh, tmp_path: Path) -> None:
     for name, (changed, _) in files.items():
         (tmp_path / f"{name}.json").write_text(json.dumps({**good, **changed}))
     (tmp_path / "odd.json").write_text("{}")
-    played = {**{name: text for name, (_, text) in files.items()}, "none": "No such file", "odd": "no saved schedule"}
+    played = {**{name: text for name, (_, text) in files.items()}, "none": "No such file", "odd": "a saved schedule"}
     early, real = ["--lmcache-path", str(RELEASES / "0.3.10")], ["--transfers", "real"]
     cases = (
         (["fuzz", "--connector", "nixl"], "known: v1, mp, mp-in-tree, offloading"),

@@ -173,7 +173,7 @@ def test_demo_shows_the_report(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert "\x1b[" not in done.stdout
     assert f"EngineCore is dead.\n    AssertionError: {REPORTED} for request long\n" in done.stdout
-    assert "admitted, nothing loaded twice, finished." in done.stdout
+    assert "With kvfix.apply(): vLLM finishes the request, and LMCache loads no token." in done.stdout
     released, fixed = json.loads(demo(tmp_path, "0.3.10", "--json").stdout)
     assert released["story"][-1] == (f"step 7: schedule raises AssertionError: {REPORTED} for request long")
     assert (

@@ -84,7 +84,7 @@ def test_one_large_difference_that_nothing_repeats(capsys: pytest.CaptureFixture
     engine = Engine(noise=0.01, wrong=lambda prompt, hit, together: len(prompt) == CHUNK + 1 and next(once, False))
     code, text = run(capsys, engine)
     assert code == 77, text
-    assert "fresh prompts did not repeat this. Run again with --requests" in text
+    assert "fresh prompts did not show this difference. Run again with --requests" in text
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -165,7 +165,7 @@ def _engine(name: str, connector: str, parts: list[Part]) -> Engine:
     if len(schedulers) > 1 or len(workers) + len(schedulers) != len(parts):
         names = ", ".join(part.recording.path for part in parts)
         same = f"two recordings are of the same rank of {connector}"
-        raise ValueError(f"{same}. Give the recordings of each engine alone: {names}")
+        raise ValueError(f"{same}: {names}. Give kvfix the recordings of one engine at a time")
     ranks = max((int(part.line.get("ranks", 0)) for part in parts), default=0)
     return Engine(name, connector, schedulers[0] if schedulers else None, workers, ranks)
 

@@ -67,7 +67,7 @@ def _of_rule(rule: Rule | lab_rules.LabRule) -> Entry:
     doc = inspect.cleandoc(rule.doc)
     shown = {code for scenario in scenarios() if scenario.rule == rule.code for code in scenario.fixes}
     fixes = sorted(shown.union(fix.code for fix in catalogue.handling(rule.code)))
-    text = _joined(f"{rule.code} {rule.name}", doc, _listed("Fixes for violations of it:", _named(fixes)))
+    text = _joined(f"{rule.code} {rule.name}", doc, _listed("Fixes for violations of this rule:", _named(fixes)))
     return Entry(rule.code, rule.name, {"code": rule.code, "name": rule.name, "doc": doc, "fixes": fixes}, text)
 
 

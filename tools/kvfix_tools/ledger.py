@@ -111,7 +111,7 @@ def read_outlives_lease(history: History, event: LeaseRead) -> Outcome:
     if ended is None or ended.expired is False:
         return None
     if event.pushed:
-        return unknown(f"the kept blocks were written to {event.reader}; the record does not show if in time")
+        return unknown(f"the record does not show whether the write to {event.reader} ended before the lease ended")
     if ended.expired is None:
         return unknown(f"{event.reader} has loaded the kept blocks; the record does not show how their lease ended")
     return violated(f"{event.reader} has loaded the kept blocks after their lease had timed out", ended)
@@ -149,7 +149,7 @@ def lease_ends_while_written(history: History, event: ev.LeaseEnded) -> Outcome:
     begun = _last(history, WriteBegun, WriteEnded)
     if not isinstance(begun, WriteBegun):
         return None
-    return violated(f"the kept blocks are free while a write of them to {begun.reader} is in flight", begun)
+    return violated(f"vLLM freed the kept blocks before the write of these blocks to {begun.reader} ended", begun)
 
 
 @rule("KVR022", "written-unawaited", Written)

@@ -143,7 +143,7 @@ class Peers:
 
     def summary(self, engine: Engine) -> list[str]:
         lines = [
-            f"  {count} requests read blocks of engine {name}, of which no recording was given"
+            f"  {count} requests read blocks of engine {name}, but no recording of {name} was given"
             for (reads, name), count in self.missing.items()
             if reads == engine.name
         ]
@@ -162,7 +162,7 @@ class Peers:
             if clock.low is None:
                 lines.append("  kvfix cannot tell whether the blocks were released: no release message is on record")
             elif clock.high is not None and clock.low > clock.high:
-                lines.append("  the records of the two engines contradict each other: their order is unknown")
+                lines.append("  the two engines' records contradict each other: the order of the events is unknown")
         return lines
 
 

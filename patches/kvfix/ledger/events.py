@@ -191,7 +191,7 @@ class Stuck(NamedTuple):
     waited: int
 
     def text(self) -> str:
-        return f"waits for a load that was never started, for {self.waited} steps"
+        return f"has waited {self.waited} steps for a load that was never started"
 
 
 class TimedOut(NamedTuple):

@@ -229,7 +229,7 @@ def waits_for_lookup_again(history: History, event: ev.TimedOut) -> Outcome:
         return None
     after = event.at - before.at - event.waited
     return violated(
-        f"a lookup timed out after {event.waited:g} s; it began {after:.1f} s after the second timeout in a row", before
+        f"a lookup began {after:.1f} s after two timeouts in a row, and timed out after {event.waited:g} s", before
     )
 
 

@@ -127,7 +127,7 @@ def _releases(log: Diagnosis, found: LogFinding, concerned: list[Fix]) -> list[A
         name, codes = NAMES.get(dist, dist), ", ".join(each.code for each in needed)
         rights = [fix_overview.first_right(each, dist) for each in needed]
         if None in rights:
-            made.append(Advice("release", "", f"keep kvfix ({codes}): no release of {name} has a correction yet"))
+            made.append(Advice("release", "", f"keep kvfix ({codes}): no release of {name} fixes this bug yet"))
         else:
             right = max((each for each in rights if each is not None), key=Version)
             text = f"upgrade to {name} {right}, which does not need {codes}"

@@ -177,7 +177,7 @@ def _is_written(path: str, text: str) -> bool:
     except OSError as error:
         if not in_place:
             whole.unlink(missing_ok=True)
-        _say(f"{path}: {error.strerror or error}; {'perhaps only a part' if in_place else 'nothing'} was written there")
+        _say(f"{path}: {error.strerror or error}; kvfix {'may have written a part' if in_place else 'wrote nothing'}")
         return False
     _say(f"wrote {path}")
     return True

@@ -214,4 +214,4 @@ def print_request(log: Diagnosis, request: str, console: Console) -> None:
     for line in log.request_lines:
         _print(console, str(line), 0, "dim")
     if not log.request_lines:
-        console.print(f"request {request} is named in no recognised line", markup=False)
+        console.print(f"no recognised line names request {request}", markup=False)

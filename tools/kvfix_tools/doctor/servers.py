@@ -143,7 +143,7 @@ def line(server: dict[str, Any]) -> str:
     if not server["answers"]:
         return f"{head}: no answer on its HTTP port {server['port']}"
     if server["used_bytes"] is None:
-        return f"{head}: kvfix does not know the format of its answer about L1"
+        return f"{head}: kvfix does not know the format of the server's answer about its L1 cache"
     return (
         f"{head}: L1 {server['used_bytes'] / 2**30:.2f} of {server['total_bytes'] / 2**30:.2f} GiB, "
         f"{server['objects']} objects, {server['read_locked']} read locked, {server['write_locked']} write locked; "

@@ -98,11 +98,11 @@ def fuzz_connector(
         if connector not in CONNECTORS:
             raise ValueError(f"no connector {connector!r}; known: {', '.join(CONNECTORS)}")
         if server == "real" and connector != "mp":
-            raise ValueError(f"no server 'real' for {connector}; known: lab, and real for mp")
+            raise ValueError(f"--server real works only with --connector mp. Use --server lab for {connector}")
         sides = ["both", *(("prefill", "decode") if connector in PAIRS else ("one",) if connector in SHARED else ())]
         if fixes_in not in sides or (fixes_in != "both" and mode != "fix"):
-            known = f"in mode fix: {', '.join(sides)}; in mode check: both"
-            raise ValueError(f"no --fixes-in {fixes_in} for {connector} in mode {mode}. Known {known}")
+            known = f"Possible values in mode fix: {', '.join(sides)}; in mode check: both"
+            raise ValueError(f"--fixes-in {fixes_in} is not possible for {connector} in mode {mode}. {known}")
         runner.prepare(lmcache_path)
         if why := releases.cannot_play(connector):
             raise ValueError(f"not applicable: {why}; installed: {_versions(releases.versions())}")

@@ -172,7 +172,7 @@ class _Builder:
         self._until(lambda: not self.lab.connector.busy())
         others = self.lab.free() - self._state["pool"]["free"]
         if others > 0:
-            self.differs.append(f"{others} more blocks are free in the lab than in the state: the lab takes them")
+            self.differs.append(f"the lab has {others} more free blocks than the engine had: the lab takes the blocks")
             self._do("take_blocks", others)
         for row in self._rows:
             has, was = (done(row["id"]), len(blocks(row["id"]))), (row["computed"], row["blocks"])

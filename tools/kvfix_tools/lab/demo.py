@@ -29,7 +29,7 @@ def main(lmcache_path: Path = Path(".cache/lmcache/0.3.10"), json: bool = False)
     except ValueError as error:
         print(f"kvfix demo: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
-    print("importing vLLM and LMCache, a quarter of a minute ...", file=sys.stderr)
+    print("importing vLLM and LMCache (takes about 15 s) ...", file=sys.stderr)
     both = released, fixed = [_play(scenario, fixes) for fixes in (False, True)]
     if json:
         rows = [{**each.as_json(), "story": [f"step {step}: {it.text()}" for step, it in each.log]} for each in both]
@@ -58,8 +58,8 @@ def show(released: Result, fixed: Result) -> None:
     installed = releases.versions()
     console = Console()
     console.print(
-        f"\n[bold]LMCache {installed['lmcache']} in the scheduler of vLLM {installed['vllm']}[/]: a prompt of 10,009 "
-        "tokens, block 16, chunk 256.\nIt is preempted with 336 tokens computed and 256 stored. (LMCache issue 2158)\n"
+        f"\n[bold]LMCache {installed['lmcache']} in the scheduler of vLLM {installed['vllm']}[/]: 10,009 prompt tokens,"
+        " block 16, chunk 256.\nvLLM preempts the request with 336 tokens computed, 256 stored. (LMCache issue 2158)\n"
     )
     table = Table("step", "as released", "with kvfix.apply()", header_style="bold", show_lines=False, expand=True)
     table.columns[1].ratio = table.columns[2].ratio = 1
@@ -72,10 +72,10 @@ def show(released: Result, fixed: Result) -> None:
     for _, event in released.log:
         if isinstance(event, ev.Raised):  # do not fold the message, so that a user can search for it
             console.print(f"    {event.error}", soft_wrap=True, markup=False, highlight=False)
-    good = "[bold green]admitted, nothing loaded twice, finished.[/]"
+    good = "[bold green]vLLM finishes the request, and LMCache loads no token.[/]"
     console.print(f"With kvfix.apply(): {good if finished(fixed) else '[bold red]not fixed.[/]'}")
     for other in fixed.also:
-        console.print(f"Found as well, another bug of this release: {other}", style="dim")
+        console.print(f"The run with kvfix also shows another bug of this release: {other}", style="dim")
 
 
 def _cells(result: Result) -> dict[int, list[str]]:

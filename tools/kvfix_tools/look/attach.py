@@ -161,7 +161,7 @@ def _show(engine: _Engine, pid: int, wanted: str, json: bool) -> int:
 def _print(engine: _Engine, shown: dict[int, dict[str, Any]], wanted: str) -> None:
     console = screen.console()
     if not shown:
-        console.print(f"No process of the engine has loaded vLLM or LMCache{' with kvfix' * (wanted == 'there')}.")
+        console.print(f"No process of the engine runs vLLM or LMCache{' together with kvfix' * (wanted == 'there')}.")
     for pid, answer in shown.items():
         mode = f" (mode {answer['mode']})" if "mode" in answer else ""
         where = f": {answer['where']}" if answer.get("where") else ""

@@ -193,7 +193,7 @@ class Looker:
             if answer != MISSING:
                 self._known.add(process.pid)
                 return {**json.loads(answer), "name": process.name}
-        raise ValueError("the process does not keep the modules of kvfix")
+        raise ValueError("the process no longer has the modules that kvfix sent")
 
 
 def of_stack(frames: list[tuple[str, str, int]]) -> dict[str, Any]:

@@ -236,7 +236,7 @@ def way_lines(ways: Collection[Way]) -> Iterable[str]:
         if each.how != INSIDE:
             setting = f" {each.setting}" if each.setting else ""
             how = each.how if each.how == NOT else f"read {each.how}"
-            yield f"{each.name} ({each.pid}): {how}: {each.reason}.{setting}"
+            yield f"{each.name} ({each.pid}) was {how}, because {each.reason}.{setting}"
 
 
 def request(engine: Engine, name: str) -> list[str]:

@@ -127,8 +127,8 @@ def why_not(outcome: Outcome) -> str:
     far = [case for mode in MODES for case in outcome.above(mode) if case.cached[mode].size > FAR * judge.noise]
     if far and not judge.is_exact:
         return (
-            f"{len(far)} answers differ by more than {FAR:g} times the noise, but fresh prompts did not repeat this."
-            f" Run again with --requests {4 * len(outcome.cases)}"
+            f"{len(far)} answers differ by more than {FAR:g} times the noise, but fresh prompts did not show this"
+            f" difference. Run again with --requests {4 * len(outcome.cases)}"
         )
     return ""
 
@@ -137,7 +137,7 @@ def where(outcome: Outcome) -> str:
     if outcome.not_numbers:
         return "the model computes NaN with KV from the connector"
     if outcome.shared_with and not any(map(outcome.above, MODES)):
-        return "another adapter is served the same KV"
+        return "the connector loads KV of the tested model for another adapter"
     modes = [mode for mode in MODES if outcome.above(mode)]
     when = "only under load" if modes == [UNDER_LOAD] else "alone and under load"
     above = [case for mode in modes for case in outcome.above(mode)]

@@ -175,8 +175,8 @@ class Rounds:
             return
         if not self.capacity:
             raise Inconclusive(
-                "the GPU's prefix cache cannot be emptied. Start the server with VLLM_SERVER_DEV_MODE=1, because it has"
-                " no /reset_prefix_cache, and its metrics do not have the number of blocks"
+                "kvfix cannot empty the GPU's prefix cache: the server has no /reset_prefix_cache, and its metrics lack"
+                " the number of blocks. Start the server with VLLM_SERVER_DEV_MODE=1"
             )
         fillers = self.fillers
         self.flushed_by = f"{fillers} other prompts each time, which use all GPU blocks"

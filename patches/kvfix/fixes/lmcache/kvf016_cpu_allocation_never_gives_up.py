@@ -93,5 +93,5 @@ FIX = Fix(
     LOCAL_DISK_BACKEND.load_bytes_from_disk(broken=">=0.3.9", probe=disk_shows_bug, fix=fix_disk),
     effect="hang",
     evidence={"KVD402": ""},
-    proof="tests/runtime/test_cpu_allocation.py, on LMCache's own backend: the lab's cache is never full",
+    proof="tests/runtime/test_cpu_allocation.py, on LMCache's own backend, because the lab's cache is never full",
 )

@@ -23,7 +23,7 @@ def fix(impl: Any, scheduler_output: Any) -> None:
     for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
         has = impl._request_trackers[name].token_ids
         if len(has) < computed and name not in session.before:
-            note(__name__, f"request {name}: {computed - len(has)} tokens are added that LMCache left out")
+            note(__name__, f"request {name}: added {computed - len(has)} tokens that LMCache left out")
             has.extend(impl._unfinished_requests[name].all_token_ids[len(has) : computed])
 
 

@@ -159,5 +159,5 @@ FIX = Fix(
     api.LOCAL_DISK_BACKEND.batched_async_load_bytes_from_disk(broken=">=0.3.9.post1", fix=fix_prefetch, helper=True),
     api.CACHE_ENGINE._process_tokens_internal(broken=">=0.3.9.post1,<0.4.4", fix=fix_report),
     effect="wrong output",
-    proof="tests/runtime/test_local_disk.py, on LMCache's own backend: the lab has no disk",
+    proof="tests/runtime/test_local_disk.py, on LMCache's own backend, because the lab has no disk",
 )

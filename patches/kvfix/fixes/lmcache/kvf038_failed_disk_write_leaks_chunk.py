@@ -64,5 +64,5 @@ def shows_bug(hook: Any, module: Any) -> bool:
 FIX = Fix(
     LOCAL_DISK_BACKEND.async_save_bytes_to_disk(broken=">=0.3.9", probe=shows_bug, fix=fix),
     effect="leak",
-    proof="tests/runtime/test_local_disk.py, on LMCache's own backend: the lab has no disk",
+    proof="tests/runtime/test_local_disk.py, on LMCache's own backend, because the lab has no disk",
 )

@@ -51,7 +51,7 @@ def _drop(worker: Any, transfer: str) -> None:
     # vLLM removes an entry when its `sent` reaches `need_send`. This entry must stay until `_forget` removes it.
     dropped.p_req_id, dropped.local_block_ids, dropped.need_send = "", [], 1 << 30
     dropped.ready.set()
-    note(__name__, f"the transfer {transfer} is answered as failed")
+    note(__name__, f"prefill reports the aborted transfer {transfer} as failed")
     worker.sender_loop.call_later(module.envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT, _forget, worker, dropped)
 
 

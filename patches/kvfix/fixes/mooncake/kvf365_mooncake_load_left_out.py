@@ -25,7 +25,7 @@ def process_pulling_result(worker: Any, answer: None, response: Any, pull_metas:
         missing = [name for name in pull_metas if name not in known]
         if missing:
             note(__name__, f"{len(missing)} loads that prefill did not answer are counted as failed")
-            worker._handle_failed_recv(pull_metas, missing, "the producer's answer leaves it out")
+            worker._handle_failed_recv(pull_metas, missing, "no answer of the prefill engine lists the request")
 
 
 def shows_bug(hook: Any, module: Any) -> bool:

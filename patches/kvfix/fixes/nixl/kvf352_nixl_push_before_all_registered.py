@@ -61,5 +61,5 @@ FIX = Fix(
     evidence={"KVR011": r"KeyError: \('", "KVR022": ""},
     scenarios=("nixl-push-before-all-registered", "nixl-push-notified-before-connected"),
     attaches=NEW_REQUESTS,
-    no_patch={"vllm": "a fix needs the rank that sends a registration, and the message does not name it"},
+    no_patch={"vllm": "a fix needs the rank that sends a registration, but the message does not name the rank"},
 )

@@ -192,7 +192,7 @@ def other_engines_without_hits(log: Diagnosis, line: LogLine | None) -> Answers:
     if kept.empty >= ENOUGH and log.counts["peer_asked"] <= kept.empty:
         alone = kept.settings.get("local_cpu") == "False"
         why = "; local_cpu is False, so engines announce no chunks" if alone else ""
-        sentence = f"{without}; the controller was asked {kept.empty} times and knew no peer{why}"
+        sentence = f"{without}; engines asked the controller {kept.empty} times, and the controller named no peer{why}"
         yield "peers-have-nothing", Answer(sentence, sure=alone)
     if kept.shared and len(kept.engines) > 1:
         names = ("model", "ranks", "dtype", "chunk size")

@@ -36,7 +36,7 @@ def asked_for_ever(log: Diagnosis, line: LogLine) -> Answer | None:
         return None
     head.asked = asked
     same = f"the same answer: hit {f.get('hit')}, need to load {f.get('need')}"
-    busy = "" if moving is not None else "; the engine may be busy instead: the log has no statistics of vLLM"
+    busy = "" if moving is not None else "; the log lacks vLLM's statistics, so the engine may be only busy"
     return Answer(f"asked at least {POLLS} times in a row with {same}{busy}", sure=moving is not None)
 
 

@@ -141,7 +141,7 @@ class MooncakeSide(PairSide):
             unsent = had.get(transfer, "") not in {"", *self._were_kept} and transfer not in open_now
             self._vain[transfer] = self._vain.get(transfer, 0) + 1 if unsent and not sent.ready.is_set() else 0
             if self._vain[transfer] == STUCK:
-                message = "a decode request waits for KV, but the prefill request has ended and is not sent"
+                message = "a decode request waits for KV that prefill will not send: the prefill request has ended"
                 self.events.violated(rules.AWAITED_IN_VAIN, had[transfer], message)
 
     @property

@@ -54,7 +54,7 @@ class Schedule(NamedTuple):
             whole = json.loads(text)
             version = whole["kvfix-schedule"]
             if version != FORMAT:
-                text = f"it has schedule format {version}, this kvfix reads {FORMAT}: draw it again from its seed"
+                text = f"the schedule has format {version}, but kvfix reads {FORMAT}: draw it again from its seed"
                 raise ValueError(text)
             steps = tuple(tuple(step) for step in whole["steps"])
             unknown = {str(step[0]) for step in steps} - KINDS
@@ -65,7 +65,7 @@ class Schedule(NamedTuple):
                 raise ValueError(f"no connector {options.connector!r}; known: {', '.join(CONNECTORS)}")
             return cls(options, steps), whole["versions"]
         except (KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
-            raise ValueError(f"it is no saved schedule ({type(error).__name__}: {error})") from None
+            raise ValueError(f"the file is not a saved schedule ({type(error).__name__}: {error})") from None
 
 
 def draw(

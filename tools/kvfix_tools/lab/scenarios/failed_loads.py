@@ -32,7 +32,7 @@ SCENARIOS = {
     "failed-load-gone-under-way": scenario(
         [do.stored_elsewhere(prompt(96)), do.fail_load("before"), do.admit("before", prompt(100), max_tokens=4)],
         [do.step(), do.abort("before"), do.step(), do.admit("r", prompt(100), max_tokens=2)],
-        doc="A load fails, and the request is aborted before vLLM knows: its blocks stay in the prefix cache.",
+        doc="A client aborts a request before vLLM learns that the load failed: wrong KV stays in the prefix cache.",
         shows="LAB001",
         wrong={"vllm": ">=0.11.2", "lmcache": ">=0.4.1,!=0.4.5,!=0.4.6,!=0.4.7,!=0.5.0"},
         needs={"lmcache": ">=0.4.1"},
@@ -65,7 +65,7 @@ SCENARIOS = {
     ),
     "failed-load-of-one-rank": scenario(
         _poisoned(rank=1),
-        doc="A load fails in one of two ranks, and the other rank stores the KV that the step computes on top of it.",
+        doc="A load fails in one of two ranks. The other rank stores KV that the step computes from wrong blocks.",
         shows="LAB001 the step reads token 128 of",
         # up to LMCache 0.3.15 another bug ends the schedule first; vLLM before 0.32 was not tested with several ranks
         needs={"lmcache": ">=0.4.1", "vllm": ">=0.32"},
@@ -73,7 +73,7 @@ SCENARIOS = {
     ),
     "failed-load-poisons-cache": scenario(
         _poisoned(rank=0),
-        doc="A load fails, and LMCache stores the KV that the step computes on top of it.",
+        doc="A load fails, and LMCache stores the KV that the step computes from the wrong blocks.",
         shows="LAB001 the step reads token 128 of",
         # LMCache 0.3.9 does not report failed loads; vLLM has kv_load_failure_policy since 0.13
         needs={"lmcache": ">=0.3.9.post1", "vllm": ">=0.13.0"},
@@ -83,7 +83,7 @@ SCENARIOS = {
         # vLLM looks for failed loads only among running requests. vLLM preempts "r", because "other" needs a block.
         [do.stored_elsewhere(prompt(96)), do.fail_load("r"), do.admit("other", prompt(32, seed=1), max_tokens=4)],
         [do.admit("r", prompt(100), max_tokens=4), do.step(), do.keep_blocks(0), do.step(), do.free_blocks()],
-        doc="A load fails, and the request is preempted before vLLM knows: vLLM keeps the output of the failed step.",
+        doc="vLLM preempts a request before it learns that the load failed, and keeps the output of the failed step.",
         shows="LAB008 is not what the model says",
         not_in_hooks=CONTENT,
         needs={"lmcache": ">=0.4.1"},

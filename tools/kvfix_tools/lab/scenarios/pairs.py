@@ -149,7 +149,7 @@ SCENARIOS = {
     "nixl-push-before-all-registered": push(
         [do.fail("handshake", 1), do.ask_at_once("r", prompt(64))],
         shows="KVR022 of a request that does not wait",
-        doc="One of two decode ranks cannot connect and fails the load. The other registers: prefill writes to both.",
+        doc="One of two decode ranks cannot connect, and its load fails. Prefill still writes to both ranks.",
         options=PUSH(peer_ranks=2, kv_heads=2, extra=SOON),
         not_in_hooks=REQUEST,
     ),
@@ -227,12 +227,12 @@ SCENARIOS = {
     ),
     "mooncake-aborted-prefill-awaited": mooncake(
         [do.on("prefill", "budget", 16), do.ask_at_once("r", prompt(64), 5), do.step(3), do.abort("r")],
-        shows="LAB026 has ended and is not sent",
+        shows="LAB026 that prefill will not send",
     ),
     "mooncake-decode-reads-twice": mooncake_0_32(
         [do.ask("r", prompt(64), 2), do.step(6), do.send_again("r")],
         shows="LAB003 for ever",
-        doc="A router sends a request to decode again while its KV is written: the second request waits for ever.",
+        doc="A router sends a request to decode again while prefill writes the KV: the second request waits for ever.",
         options=MOONCAKE(delay=5),
     ),
     "mooncake-load-ends-again": mooncake_0_32(
@@ -258,7 +258,7 @@ SCENARIOS = {
         not_in_hooks=REQUEST,
     ),
     "mooncake-stopped-prefill-unsent": mooncake(
-        [do.ends_at_once("r", prompt(64)), do.ask("r", prompt(64), 5)], shows="LAB026 has ended and is not sent"
+        [do.ends_at_once("r", prompt(64)), do.ask("r", prompt(64), 5)], shows="LAB026 that prefill will not send"
     ),
     "mooncake-transfer-kept-for-ever": mooncake(
         malformed("other_transfer"), shows="LAB022 the prefill engine keeps it", not_in_hooks=MEMORY

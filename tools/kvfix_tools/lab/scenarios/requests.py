@@ -86,13 +86,13 @@ SCENARIOS = {
         # Another request has stored the prompt and the output: 256 tokens. vLLM takes 255, and recomputes one token.
         [do.stored_elsewhere(continued(prompt(250), 6)), do.admit("r", prompt(250), max_tokens=16), do.step(6)],
         do.preempt("r"),
-        doc="LMCache has all tokens of a preempted request, and vLLM takes one less than LMCache asserts.",
+        doc="LMCache has all tokens of a preempted request, but vLLM takes one token less: LMCache's assertion fails.",
         shows="KVR011 Preempted request r has num_computed_tokens 255 but",
         wrong={"lmcache": ">=0.3.10.post1,<0.4.3"},
     ),
     "preempt-local-exceeds-lmcache": scenario(
         [do.admit("r", prompt(1000), max_tokens=8), do.step(), do.preempt("r")],
-        doc="vLLM has more tokens of a preempted request than LMCache, and EngineCore dies when it resumes.",
+        doc="vLLM has more tokens of a preempted request than LMCache, and EngineCore dies at the resume.",
         shows="KVR011 Preempted request r has num_computed_tokens 992 but lmcache_cached_tokens 768",
         wrong={"lmcache": ">=0.3.10.post1,<=0.3.10.post2"},
         options=LARGE(num_blocks=80),
@@ -102,7 +102,7 @@ SCENARIOS = {
         [do.admit("r", prompt(1100), max_tokens=8), do.step(), do.preempt("r")],
         do.keep_blocks(50),  # 800 tokens stay in the prefix cache, 1,024 are in LMCache
         [do.step(), do.free_blocks()],
-        doc="LMCache loads no hit below min_retrieve_tokens but expects its tokens. EngineCore dies at the resume.",
+        doc="LMCache skips a hit below min_retrieve_tokens but expects the tokens: EngineCore dies at the resume.",
         shows="KVR011 Preempted request r has num_computed_tokens 800 but",
         options=LARGE(lmcache={"min_retrieve_tokens": 512}),
         needs={"lmcache": ">=0.3.14"},
@@ -111,7 +111,7 @@ SCENARIOS = {
         [do.admit("r", prompt(1100), max_tokens=8), do.step(), do.preempt("r")],
         # 800 tokens stay in the prefix cache. LMCache has 1,024 tokens, and the other connector has 1,088.
         [do.keep_blocks(50), do.has_in_other_connector("r"), do.free_blocks()],
-        doc="Another connector of a MultiConnector loads a preempted request, and EngineCore dies when it resumes.",
+        doc="Another connector of a MultiConnector loads a preempted request, and EngineCore dies at the resume.",
         shows="KVR011 Preempted request r has num_computed_tokens 1088 but",
         wrong={"lmcache": ">=0.3.10.post1"},
         options=LARGE(beside=True),
@@ -145,7 +145,7 @@ SCENARIOS = {
         [do.admit("other", prompt(1, seed=1), max_tokens=20), do.budget(129), do.admit("r", prompt(520))],
         [do.step(), do.preempt("r"), do.step(2), do.budget(1)],  # "other" uses the whole budget
         [do.step(), do.budget(129)],
-        doc="A resumed request is left out of a step, and then computes in blocks that it already uses.",
+        doc="vLLM leaves a resumed request out of one step. Then the request overwrites blocks that hold its KV.",
         shows="LAB001 the step reads token 256 of 512",
         wrong={"lmcache": ">=0.3.10"},
         options=Options(max_num_batched_tokens=129),
