@@ -94,7 +94,7 @@ def judge_releases(target: Target, same_code: list[str]) -> Applicability:
     last_wrong = max((known.index(release) for release in broken), default=None)
     if last_wrong is not None and known.index(same_code[-1]) > last_wrong:
         return Applicability("fixed-upstream", f"{code_of}; fixed after {known[last_wrong]}", releases)
-    return Applicability("not-affected", f"{code_of}, from before the bug", releases)
+    return Applicability("not-affected", f"{code_of}, which is older than the bug", releases)
 
 
 @lru_cache(maxsize=256)

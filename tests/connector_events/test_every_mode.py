@@ -156,7 +156,7 @@ def test_the_report(folder: Path, played: dict[str, Any]) -> None:
         "in get_num_new_matched_tokens of LMCacheConnectorV1 (SCHEDULER), pid ",
         "The rule: The connector promises the same number of tokens in each lookup of an unchanged request.",
         "lookup at 336 computed tokens promises 256, but hit 256 - computed 336 = -80: 0 is due",
-        "contradicts this one:\n",
+        "contradicts this earlier event:\n",
         "lookup at 336 computed tokens promises 0: hit 256 - computed 336 = -80, nothing to load",
         "admitted at 0 computed tokens, 336 more are computed",
         "KVF001 lookup-cache-ignores-computed fixes this, but is not applied in this process",

@@ -177,4 +177,4 @@ def test_what_can_be_abused_is_named_where_reports_go() -> None:
 
 def test_the_picture_is_of_the_present_program() -> None:
     made = picture(real("crash-0.3.10"))
-    assert made == (ROOT / "docs/diagnose.svg").read_text(), "make it anew: maintain/documentation/diagnose_picture.py"
+    assert made == (ROOT / "docs/diagnose.svg").read_text(), "run python -m maintain documentation.diagnose_picture"

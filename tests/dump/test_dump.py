@@ -115,7 +115,7 @@ def dumped_with(limit: list[str], pid: int, folder: Path) -> subprocess.Complete
 def test_without_rights_nothing_is_claimed(idle: subprocess.Popen[bytes], tmp_path: Path) -> None:
     done = dumped_with(["setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace"], idle.pid, tmp_path)
     assert done.returncode == 77, done.stdout + done.stderr
-    assert "could not be read, and may be in a connector hook" in done.stdout
+    assert "kvfix could not read this process, which may be in a connector hook" in done.stdout
     assert "in no connector hook" not in done.stdout
     assert "Permission denied" in done.stdout
     assert len(list(tmp_path.glob("*.tar.gz"))) == 1  # kvfix still writes the bundle, with settings and fixes

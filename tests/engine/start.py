@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 LIMIT = 300
 #: Marks tests whose result the lab's engine or another case also shows. The marked tests take five minutes.
 LONG = pytest.mark.skipif(
-    "KVFIX_TEST_LONG" not in os.environ, reason="shown on the lab's engine too: KVFIX_TEST_LONG=1 runs it on a real one"
+    "KVFIX_TEST_LONG" not in os.environ, reason="the lab's engine shows this too. KVFIX_TEST_LONG=1 runs a real engine"
 )
 #: Six requests with 300 prompt tokens and 60 generated tokens. 32 blocks of 32 tokens are too few, so vLLM preempts.
 CROWD = [(prompt(300, seed), 60) for seed in range(1, 7)]

@@ -85,7 +85,7 @@ def hangs(
                 assert time.monotonic() < end, "the engine does not start"
                 time.sleep(0.2)
             while not until(pid):
-                assert time.monotonic() < end, f"it goes on: {(folder / 'log').read_text()[-1500:]}"
+                assert time.monotonic() < end, f"the engine does not hang: {(folder / 'log').read_text()[-1500:]}"
                 time.sleep(0.2)
         finally:
             with suppress(ProcessLookupError):  # the engine has ended and did not hang

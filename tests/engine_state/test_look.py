@@ -146,7 +146,7 @@ def test_an_engine_at_work_in_a_container(tmp_path: Path) -> None:
     assert not [state["unread"] for state in states if state["unread"]]
     assert states[-1]["scheduler"]["steps"] > states[0]["scheduler"]["steps"]
     stops, error = unsaved.stderr.splitlines()
-    assert stops.startswith(f"kvfix look: stops each of these processes for a moment: {found[0].pid} (")
+    assert stops.startswith(f"kvfix look stops each of these processes for a moment: {found[0].pid} (")
     assert (unsaved.returncode, error) == (2, f"kvfix look: {tmp_path}/no/state: No such file or directory")
 
 

@@ -85,8 +85,8 @@ def test_a_fix_acts_in_the_scenarios_of_its_bug(once: Once) -> None:
 
 #: Scenarios, and the reason why hook calls show the scenario's bug in no release of PLAYED.
 NOT_HERE = {
-    "resume-is-not-known": "0.3.9 has it, which `make matrix` plays",
-    "mp-abort-while-prefetching-in-tree": "the client of 0.4.6 keeps nothing of a lookup that was not answered",
+    "resume-is-not-known": "only LMCache 0.3.9 has the bug, and `make matrix` plays 0.3.9",
+    "mp-abort-while-prefetching-in-tree": "the client of LMCache 0.4.6 keeps no state of an unanswered lookup",
 }
 VISIBLE = [scenario for scenario in scenarios() if not scenario.not_in_hooks]
 VLLM = releases.versions()["vllm"]

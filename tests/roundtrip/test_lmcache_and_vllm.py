@@ -85,7 +85,7 @@ def test_the_layerwise_connector_takes_heads_for_tokens(as_released: dict[str, A
         assert "passed" not in verdicts(as_released, "lmcache-layerwise")[layout]
     crashed = of(as_released, "hnd", "crashed")
     assert any("IndexError" in cell["reason"] for cell in crashed)
-    assert all(cell["known"].startswith("heads taken for tokens: ") for cell in crashed)
+    assert all(cell["known"].startswith("layerwise loads mix up heads and tokens: ") for cell in crashed)
 
 
 @pytest.mark.parametrize("fault", ["swap-kv", "stale", "drop-tail", "neighbour-write"])

@@ -89,7 +89,7 @@ def test_no_release_is_unknown_to_any_fix(rows: list[list[str]]) -> None:
 def test_no_release_of_vllm_is_unknown_to_any_fix(fresh: Fresh) -> None:
     folders = {path.parents[2].name: str(path) for path in RELEASES.parent.glob("vllm/*/lib/python*/site-packages")}
     if not folders:
-        pytest.skip("no older vLLM is installed in .cache/vllm: `make matrix` does that")
+        pytest.skip("no older vLLM is installed in .cache/vllm. `make matrix` installs older releases")
     assert undecided(fresh(SURVEY.format(folders=folders, dist="vllm"))) <= {"KVF903", "KVF905", "KVF906"}
 
 

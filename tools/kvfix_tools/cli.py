@@ -27,7 +27,7 @@ COMMANDS = {
 }  # fmt: skip
 
 
-_EXIT = """Exit codes, unless the help of a command says otherwise: 0 (nothing was found), 1 (a bug or violation was
+_EXIT = """Exit codes of every command whose help lists no exit codes: 0 (nothing was found), 1 (a bug or violation was
 found), 2 (wrong usage or unreadable input), 77 (the check could not run here)."""
 
 

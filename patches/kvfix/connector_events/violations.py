@@ -155,7 +155,7 @@ def compose(
         f"  {_at(history, finding.event)}{finding.event.text()}",
     ]
     if finding.earlier is not None:
-        parts += ["", "contradicts this one:", f"  {_at(history, finding.earlier)}{finding.earlier.text()}"]
+        parts += ["", "contradicts this earlier event:", f"  {_at(history, finding.earlier)}{finding.earlier.text()}"]
     parts += ["", f"The history of {whose}, in seconds before its last event:", *_history(history, who)]
     parts += ["", *holds] if holds else []
     parts += ["", *(fixes or ["This installation of kvfix has no fix for this violation."])]

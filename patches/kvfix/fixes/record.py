@@ -98,7 +98,7 @@ class Owner:
 
 
 #: The value of `no_patch` for a bug that an attacker can use.
-PRIVATE = {"vllm": "it can be abused: vLLM's security channel comes before a public patch (SECURITY.md)"}
+PRIVATE = {"vllm": "attackers could use a patch's test, so kvfix publishes no patch before vLLM's fix (SECURITY.md)"}
 
 #: Effects of a bug on the user, the worst first. "lost hits": vLLM computes cached tokens again; the output is right.
 EFFECTS = ("wrong output", "crash", "hang", "leak", "lost hits")

@@ -37,7 +37,7 @@ def _summary(rows: list[dict[str, Any]]) -> str:
     lines = []
     for row in rows:
         ranks = f" ({', '.join(row['ranks'])})" if row["ranks"] else ""
-        unread = "could not be read, and may be in a connector hook"
+        unread = "kvfix could not read this process, which may be in a connector hook"
         hook = unread if row["hook"] is None else row["hook"] or "in no connector hook"
         lines.append(f"{row['pid']} {row['name']}{ranks}: {hook}")
         lines += [f"    {row[what]}" for what in ("stacks", "recorder") if " " in row[what]]

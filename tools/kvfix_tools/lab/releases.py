@@ -46,7 +46,7 @@ _DRAWN = {
 #: which `flush_inflight_stores` waits for stores in flight on CUDA. In 0.5.5 the function does nothing.
 FORGETS, FLUSHES = {"lmcache": ">=0.5.0"}, {"lmcache": ">=0.5.6"}
 #: The releases on which the lab plays connectors outside `KNOWN`. These releases call the hooks in the lab's order.
-ANY_SINCE = {"vllm": (">=0.32", "the lab does not know in which order earlier releases call the hooks")}
+ANY_SINCE = {"vllm": (">=0.32", "the order of hook calls in earlier releases was not examined")}
 
 
 def versions() -> dict[str, str]:

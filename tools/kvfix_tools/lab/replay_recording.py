@@ -128,7 +128,7 @@ class _Player:
         request = self.engine.requests.get(event.request)
         asked = next((each for each in later if isinstance(each, ev.Asked)), None)
         if request is None or request not in self.engine.scheduler.running:
-            self.short.append(f"{event.request} does not run in the lab when the file says that vLLM preempted it")
+            self.short.append(f"vLLM preempted request {event.request}, which does not run in the lab at this point")
             return
         if asked is not None:
             self._compute(request, asked.computed)

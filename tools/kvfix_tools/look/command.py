@@ -35,7 +35,7 @@ def look(pid: int, watch: bool, request: str, json: bool, save: str) -> int:
     if not tree:
         return screen.error(f"kvfix look: {looking.why_none(pid)}")
     processes = ", ".join(f"{each.pid} ({each.name})" for each in tree)
-    print(f"kvfix look: stops each of these processes for a moment: {processes}", file=sys.stderr)
+    print(f"kvfix look stops each of these processes for a moment: {processes}", file=sys.stderr)
     looker = looking.Looker(tree, full=bool(save))
     if watch:
         return _watch(looker)

@@ -127,7 +127,7 @@ def _unsafe() -> str:
     names = targets.difference(("__init__", "__del__")).union(_BUSY, places.HOOKS, places.LAYER_HOOKS)
     stacks = places.stacks()
     if len(stacks) >= places.MOST or any(len(calls) >= places.MOST for calls in stacks.values()):
-        return f"may be in a step: {places.MOST} or more threads, or calls on a stack, are too many to check"
+        return f"may be in a step: kvfix cannot check all stacks ({places.MOST} or more threads, or calls on one stack)"
     for calls in stacks.values():
         for name, file, line in calls:
             if name in names and any(place in file for place in _PLACES):

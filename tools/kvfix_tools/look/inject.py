@@ -107,8 +107,8 @@ def _answer(process: Process, folder: SharedFolder, script: str, token: str, lin
             return folder.read(f"{token}.answer")
         except FileNotFoundError:
             pass
-        except OSError as error:  # the answer is a link, a pipe, or a file of another user
-            raise Refused(f"the answer of process {process.pid} is not a file of its user: {error}") from error
+        except OSError as error:
+            raise Refused(f"process {process.pid} answered by a link, pipe or another user's file: {error}") from error
         if not process.is_alive():
             raise Refused(f"process {process.pid} has ended", "")
         if not folder.has(script) and folder.has(token):
@@ -119,7 +119,7 @@ def _answer(process: Process, folder: SharedFolder, script: str, token: str, lin
             with suppress(FileNotFoundError):
                 folder.unlink(token)
                 folder.write(script, _GIVEN_UP.format(script=script))
-                raise Silent(f"its main thread ran no Python bytecode in {seconds:g} s: it is stuck in native code")
+                raise Silent(f"the main thread ran no Python bytecode in {seconds:g} s, so it is stuck in native code")
             begun, until = True, time.monotonic() + _LONGEST
         if line is not None and time.monotonic() > began + again and folder.has(token):
             again *= 2

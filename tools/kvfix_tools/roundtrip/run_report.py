@@ -44,9 +44,9 @@ KNOWN = (
         ("packed", "packed-hnd", "packed-pool"),
     ),
     KnownBug(
-        "heads taken for tokens",
+        "layerwise loads mix up heads and tokens",
         "LMCache's torch operation for one layer reads HND as NHD",
-        "kvfix run -- vllm serve ... (KVF021), or install an LMCache whose compiled operations load",
+        "kvfix run -- vllm serve ... (KVF021), or install an LMCache whose compiled operations can be imported",
         "KVF021",
         ("lmcache-layerwise",),
         ("hnd", "hnd-block-first"),

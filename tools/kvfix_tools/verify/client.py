@@ -91,7 +91,7 @@ class Server:
             families = text_string_to_metric_families(self._request("GET", "/metrics").text)
             samples = [sample for family in families for sample in family.samples]
         if not any(sample.name.startswith("vllm:") for sample in samples):
-            raise Refused(f"{self.url}/metrics does not answer any more")
+            raise Refused(f"{self.url}/metrics does not answer, or has no metrics of vLLM")
 
         def count(name: str) -> float:
             return float(sum(sample.value for sample in samples if sample.name == f"vllm:{name}_total"))
@@ -124,7 +124,7 @@ class Server:
                 answered += given.get("tokens") or []
                 logprobs += [_finite(each) for each in given.get("top_logprobs") or []]
         if not answered:
-            raise Refused(f"{self.url} answers without log probabilities. Start the server without --max-logprobs 0")
+            raise Refused(f"{self.url} sends no log probabilities. Start the server with --max-logprobs {TOP} or more")
         details = usage.get("prompt_tokens_details") or {}
         answer = Answer(tuple(answered), tuple(logprobs))
         return Reply(answer, first, int(usage.get("prompt_tokens") or prompt.length), details.get("cached_tokens"))

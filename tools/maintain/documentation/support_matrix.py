@@ -74,7 +74,7 @@ def of_fix(pairs: Pairs, code: str) -> str:
     """Return a fix's table, with a row for each vLLM release and a column for LMCache releases with equal outcomes."""
     slugs = _scenarios(code)
     if not slugs:
-        return "The lab does not play this bug. Tests with the released code show it instead.\n"
+        return "No scenario of the lab shows this bug. Tests with the released code show the bug instead.\n"
     cells = _cells(pairs, slugs)
     vllm, lmcache = _releases(pairs)
     equal = groupby(lmcache, key=lambda release: [cells[each, release] for each in vllm])

@@ -29,8 +29,8 @@ SCRIPTS = ("__init__.py", "gpu/*.py", "gpu/run.sh")  # files below tools/maintai
 LEFT_OUT = {
     "vllm/vllm_flash_attn/_vllm_fa2_C.*": "FlashAttention 2, 129 MB. The stages use Triton attention",
     "vllm/_moe_C_*": "mixture of experts. The model of the stages is dense",
-    "vllm/_flashmla*": "multi-head latent attention, which the model of the stages has not",
-    "vllm/_qutlass_C.*": "a quantization that the model of the stages has not",
+    "vllm/_flashmla*": "multi-head latent attention, which the model of the stages does not use",
+    "vllm/_qutlass_C.*": "a quantization that the model of the stages does not use",
     "vllm/third_party/deep_gemm/*": "FP8 matrix products",
     "vllm/third_party/fmha_sm100/*": "attention for Blackwell",
     "vllm/third_party/tml_fa4/*": "FlashAttention 4",

@@ -98,7 +98,7 @@ def main(arguments: list[str]) -> int:
 
 def figures(report: RunReport) -> str:
     parts = [counted(report.results)]
-    parts += [f"{name} not here: {why}" for name, why in report.skipped.items()]
+    parts += [f"{name} was not tested: {why}" for name, why in report.skipped.items()]
     for backend in dict.fromkeys(one.cell.backend for one in report.results if report.options.inject is None):
         mine = [one for one in report.results if one.cell.backend == backend]
         parts.append(f"{backend} by {operations(mine) or mine[0].reason} {rates(mine)}".rstrip())

@@ -100,8 +100,8 @@ def serve(done: stages.Steps, folder: Path, device: str, servers: dict[str, Any]
         took = {mode: load(servers[mode][0], requests, clients, turn) for mode in order}
         ratios.append(took["off"] / took["fix"])
     error = stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else 0.0
-    speed = requests / took["fix"]
-    figures = f"{geometric_mean(ratios):.3f} of that without kvfix, standard error {error:.3f}, {speed:.0f} requests/s"
+    ratio, speed = geometric_mean(ratios), requests / took["fix"]
+    figures = f"{ratio:.3f} of the throughput without kvfix, standard error {error:.3f}, {speed:.0f} requests/s"
     done.add("throughput", True, figures, ratios=ratios)
 
 

@@ -16,7 +16,7 @@ from kvfix.fixes.api import LMCACHE_V1, Any, Fix, fix_after, note, stubs
 def fix(impl: Any, answer: None) -> None:
     if impl.kv_role == "kv_consumer":
         for request in impl._parent._get_connector_metadata().requests:
-            note(__name__, f"request {request.req_id}: its pins are released")
+            note(__name__, f"released the pins of request {request.req_id}")
             impl.lmcache_engine.lookup_unpin(request.req_id)
 
 

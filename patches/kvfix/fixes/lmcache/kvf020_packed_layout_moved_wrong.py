@@ -174,5 +174,5 @@ FIX = Fix(
         "lmcache": "https://github.com/LMCache/LMCache/pull/4467 and https://github.com/LMCache/LMCache/pull/4887"
         " are open; the second fixes the compiled operations too, which cannot be tried without a GPU"
     },
-    proof="tests/runtime/test_packed_layout.py, on LMCache's own kernels: the lab moves hashes, not tensors",
+    proof="tests/runtime/test_packed_layout.py, on LMCache's own kernels, because the lab moves hashes, not tensors",
 )

@@ -52,7 +52,7 @@ FIX = Fix(
         )
     ),
     effect="wrong output",
-    proof="tests/runtime/test_packed_layout.py, on LMCache's own kernels: the lab moves hashes, not tensors",
+    proof="tests/runtime/test_packed_layout.py, on LMCache's own kernels, because the lab moves hashes, not tensors",
     # The operation cannot report that it copied nothing. So after an error of the fix, LMCache's own operation runs.
     on_fault="original",
     attaches=AT_START,  # KV that was stored before the fix was added would load in the wrong order

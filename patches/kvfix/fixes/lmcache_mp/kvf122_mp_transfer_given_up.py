@@ -113,5 +113,5 @@ FIX = Fix(
     effect="wrong output",
     evidence={"KVD204": r"^a ping timed out"},
     scenarios=("mp-load-after-given-up", "mp-store-after-given-up", "mp-preempted-while-silent"),
-    no_patch={"lmcache": "to recall a transfer, or to wait for it, is a change of the protocol, not of a function"},
+    no_patch={"lmcache": "to recall or await a transfer, worker and server need a new protocol, not a new function"},
 )

@@ -53,7 +53,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
 FIX = Fix(
     MP_KV_GROUPS._resolve_per_layer_sw_sizes(broken=">=0.4.7", probe=shows_bug, fix=fix),
     effect="wrong output",
-    no_patch={"lmcache": "a patch changes the server's objects, and LMCache must decide what to do with the old ones"},
+    no_patch={"lmcache": "a patch changes server objects, and LMCache must decide what to do with stored objects"},
     attaches=AT_START,  # the windows are registered when the worker starts
     opt_in=True,
     # The function runs only at the start. If the fix raises, LMCache registers its own windows, and the bug remains.

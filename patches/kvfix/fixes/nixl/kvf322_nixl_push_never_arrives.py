@@ -94,6 +94,6 @@ FIX = Fix(
     },
     scenarios=("nixl-push-never-arrives", "nixl-push-abort-keeps-blocks", "nixl-push-engines-wait-for-each-other"),
     attaches=NEW_REQUESTS,
-    no_patch={"vllm": "both engines must agree how long a write may take, which changes NIXL's messages"},
+    no_patch={"vllm": "both engines must agree how long a write may take, so NIXL's messages must change"},
     opt_in=True,
 )  # fmt: skip

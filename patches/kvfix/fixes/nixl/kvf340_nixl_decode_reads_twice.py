@@ -41,5 +41,5 @@ FIX = Fix(
     effect="wrong output",
     evidence={"KVR018": ""},
     scenarios=("nixl-lease-read-twice", "nixl-second-reader-aborted"),
-    no_patch={"vllm": "prefill has to refuse the second read, which takes a change of NIXL's messages"},
+    no_patch={"vllm": "prefill must refuse the second read, and this needs a change of NIXL's messages"},
 )

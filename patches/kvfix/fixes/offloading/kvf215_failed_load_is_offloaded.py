@@ -29,7 +29,7 @@ def _failed_stores(scheduler: Any, output: Any) -> set[int]:
     blocks, jobs = output.invalid_block_ids, set[int]()
     if not blocks:
         return jobs
-    note(__name__, f"reported as failed: stores of {len(blocks)} blocks whose load has failed")
+    note(__name__, f"{len(blocks)} blocks failed to load, so stores of their requests are reported as failed")
     for request in scheduler._req_status.values():
         if all(blocks.isdisjoint(group.block_ids) for group in request.group_states):
             continue

@@ -47,6 +47,6 @@ FIX = Fix(
     OFFLOADING_P2P.on_new_request(broken=">=0.32", probe=shows_bug, fix=on_new_request),
     effect="crash",
     evidence={"KVR011": r"^(add_request|on_new_request): AttributeError: .* has no attribute 'get'"},
-    proof="tests/lab/test_offloading.py: the lab has no tier of other engines",
+    proof="tests/lab/test_offloading.py, because the lab has no p2p tier",
     no_patch=PRIVATE,
 )

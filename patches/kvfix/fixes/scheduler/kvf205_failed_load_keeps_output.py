@@ -176,6 +176,6 @@ FIX = Fix(
     scenarios=("failed-load-keeps-output", "failed-load-keeps-output-of-stages", "failed-load-preempted-under-way"),
     no_patch={
         "vllm": "https://github.com/vllm-project/vllm/pull/49252 and https://github.com/vllm-project/vllm/pull/45146"
-        " are open, and fix it in the runner, which cannot be tried without a GPU"
+        " are open. Both fix the bug in the model runner, which cannot be tested without a GPU"
     },
 )

@@ -34,7 +34,7 @@ from kvfix.fixes.api import SCHEDULER, Any, Fix, Steps, fix_around, note
 def schedule(scheduler: Any, *_: Any, **__: Any) -> Steps:
     queue, aside = scheduler.kv_holding_waiting, _to_step_aside(scheduler)
     if aside:
-        note(__name__, f"request {aside[0].request_id} steps aside")
+        note(__name__, f"request {aside[0].request_id} lacks blocks, so the scheduler tries later requests first")
         queue.remove_requests(aside)
     try:
         output = yield

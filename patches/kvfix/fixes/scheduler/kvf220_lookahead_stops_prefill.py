@@ -45,7 +45,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
 def calls_it(hook: Any, module: Any) -> bool:
     """Return True if `schedule` calls `_reserve_prefill_lookahead` by its name, else raise ValueError."""
     if "_reserve_prefill_lookahead" not in inspect.unwrap(hook).__code__.co_names:
-        raise ValueError("it calls no _reserve_prefill_lookahead")
+        raise ValueError("schedule does not call _reserve_prefill_lookahead")
     return True
 
 

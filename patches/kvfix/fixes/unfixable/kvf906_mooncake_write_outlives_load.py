@@ -24,5 +24,5 @@ FIX = Fix(
     effect="wrong output",
     evidence={"LAB001": "", "LAB008": ""},
     scenarios=("mooncake-write-outlives-load",),
-    no_patch={"vllm": "both engines must agree how long a write may take, which changes the connector's messages"},
+    no_patch={"vllm": "both engines must agree how long a write may take, so the connector's messages must change"},
 )

@@ -66,7 +66,7 @@ def _stands(record: str, log: Diagnosis, line: LogLine | None) -> Answer | None:
         return Answer(f"{what} for {count} intervals", sure=record == _QUEUE) if is_still else None
     for count, what, last, looks_like in still.values():
         if count < IDLE and looks_like == record and not log.failures.closing:
-            sentence = f"{what}, and no later statistics: at INFO vLLM logs none while it computes nothing"
+            sentence = f"{what}, and no later statistics: without progress, vLLM logs its statistics only once at INFO"
             return Answer(sentence, sure=False, evidence=(last,), note=True)
     return None
 

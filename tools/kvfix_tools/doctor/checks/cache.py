@@ -64,9 +64,9 @@ def hash_seed(setup: Setup) -> Iterator[Line]:
         return
     no_bytes = _no_bytes(setup)
     if algorithm.startswith("sha256") and how.startswith("pre") and no_bytes:
-        until = "" if _hashes_none(setup) else f"; until then set {how}: builtin, and PYTHONHASHSEED=0"
+        until = "" if _hashes_none(setup) else f", or set {how}: builtin and PYTHONHASHSEED=0"
         do = f'pip install "lmcache>=0.4.6"{until}'
-        yield problem(f"{how} is {algorithm}, whose hashes are bytes: {no_bytes}", do)
+        yield problem(f"{how} is {algorithm}, whose hashes are bytes, but {no_bytes}", do)
         return
     if algorithm != "builtin":
         yield ok(f"keys are computed with {algorithm or 'the default hash'}, which is equal in every process")
@@ -82,7 +82,7 @@ def hash_seed(setup: Setup) -> Iterator[Line]:
     if not shared:
         yield ok("keys are computed with Python's own hash, and no other process shares this cache")
     elif none_too:
-        what = f"LMCache hashes None, which each process hashes differently: no chunk is found by {shared[0]}"
+        what = f"LMCache hashes None, and the hash of None differs in each process, so {shared[0]} will find no chunk"
         yield problem(what, remedy)
     elif not fixed:
         yield problem(

@@ -49,7 +49,7 @@ def memory(setup: Setup) -> Iterator[Line]:
     if setup.in_container:
         yield unchecked(f"{how} is {gib(size)}, but the memory of the container is unknown here")
     elif size > limit:
-        yield problem(f"{how} is {gib(size)}; {source} has {gib(limit)}: the kernel will kill the process", do)
+        yield problem(f"{how} is {gib(size)}, but {source} has only {gib(limit)}: the kernel will kill the process", do)
     elif available is not None and size > available:
         yield problem(f"{how} is {gib(size)}, but only {gib(available)} of {gib(limit)} are free now", do)
     else:

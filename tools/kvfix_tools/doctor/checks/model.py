@@ -35,7 +35,7 @@ def hybrid(setup: Setup) -> Iterator[Line]:
     server = setup.packages.tree("lmcache.v1.multiprocess.modules.lmcache_driven_transfer")
     if state and (off or not takes):
         why = "--disable-hybrid-kv-cache-manager is set" if off and takes else f"{lmcache.name} supports one group only"
-        what = f"{kind} will not start: it has layers with state and layers with KV, so several KV groups, but {why}"
+        what = f"{kind} will not start: layers with state and layers with KV need several KV groups, but {why}"
         yield problem(what, remedy("KVD072" if off and takes else "KVD650"))
     elif state and defined(server, "all_null_chunk_masks"):
         yield unchecked(

@@ -99,11 +99,11 @@ def values(setup: Setup) -> Iterator[Line]:
         if wrong_type(definition.kind, definition.optional, each.value, each.source != ENVIRONMENT):
             what = f"{each.spelled} is {_shown(each)} ({each.source}), but must be {KINDS[definition.kind]}"
             if each.source == FILE:
-                do = f"{each.spelled}: {definition.default!r} is the default"
+                do = f"set a valid {each.spelled}; the default is {definition.default!r}"
             elif definition.default is None:
                 do = f"unset {each.spelled}: by default it has no value"
             else:
-                do = f"{each.spelled}={definition.default} is the default"
+                do = f"set a valid {each.spelled}; the default is {definition.default}"
             faults.append(problem(what, do))
         else:
             faults += [*_range(name, each), *_word(setup, name, each)]

@@ -145,7 +145,7 @@ def _key(setup: Setup, entry: Connector, key: str, value: Any, known: dict[str, 
         yield problem(f"{entry.name} of {setup.lmcache_title} has no key {key!r}, and ignores it", do)
     elif entry.is_mp and known[key] is not None and _other_type(known[key], value):
         what = f"{key} is {value!r}, but must be a {type(known[key]).__name__}"
-        yield problem(what, f'"{key}": {known[key]!r} is the default')
+        yield problem(what, f'set a valid "{key}"; the default is {known[key]!r}')
 
 
 def _other_type(default: Any, value: Any) -> bool:

@@ -56,7 +56,7 @@ class Contract:
         elif answer[0] == 0 and answer[1]:
             self._kind(name, "get_num_new_matched_tokens", "(0, False) if there is nothing to load", answer)
         if first != answer and first[0] is not None:
-            message = f"promises {first}, and {answer} when asked again with the same {computed} computed tokens"
+            message = f"the first lookup at {computed} computed tokens promises {first}, the second promises {answer}"
             self._owner.events.violated(rules.ASKED_AGAIN, name, message)
         self._promised[name] = computed, answer[1]
         return answer
@@ -103,7 +103,7 @@ class Contract:
         sent, received = (report.finished_sending, owner.sending), (report.finished_recving, owner.loading())
         for kind, (names, known) in {"sent": sent, "received": received}.items():
             for name in sorted(set(names or ()) - known):
-                message = f"reported as {kind}, but no transfer of it was in flight"
+                message = f"the connector reports the request as {kind}, but the request has no transfer in flight"
                 owner.events.violated(rules.NOT_IN_FLIGHT, name, message)
         if not isinstance(report.invalid_block_ids, (set, frozenset)):
             self._kind("", "get_block_ids_with_load_errors", "a set of block ids", report.invalid_block_ids)

@@ -277,6 +277,6 @@ def _play_both(options: Options, play: Callable[[Pair], Played]) -> Played:
     in_states = ((step, *each) for step, (was, has) in states for each in _differences(was, has))
     in_events = ((number, "the events", one, other) for number, (one, other) in events if one != other)
     for step, about, one, other in islice(chain(in_states, in_events), 1):
-        rule, message = rules.DIFFERS_FROM_MODEL, f"step {step}: {about}: {other} with NIXL, {one} with its model"
+        rule, message = rules.DIFFERS_FROM_MODEL, f"step {step}, {about}: {other} with NIXL, {one} with simulated NIXL"
         done.findings.append(Finding(rule.code, rule.name, "violated", "", message, real.log[-1][1]))
     return done

@@ -106,7 +106,7 @@ SCENARIOS = {
         do.step(),  # match(0): answered by a lookup
         do.step(),  # match(0): answered from the lookup cache
         do.free_blocks(),
-        doc="The whole prompt is hit, and the second answer promises all of it: no token is left to compute.",
+        doc="LMCache has the whole prompt, and its second answer promises all tokens, so no token is left to compute.",
         shows="KVR001",
         options=Options(block_size=8, num_blocks=40, chunk_size=40, max_num_batched_tokens=256),
     ),
@@ -152,7 +152,7 @@ SCENARIOS = {
         do.step(),  # match(800): answered by a lookup
         do.step(),  # match(800): answered from the lookup cache
         do.free_blocks(),
-        doc="The lookup cache promises the whole hit: hit and computed tokens together exceed the request.",
+        doc="The lookup cache promises the whole hit, although hit and computed tokens together exceed the request.",
         shows="KVR001",
         options=LARGE(),
     ),
