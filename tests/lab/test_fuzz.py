@@ -185,10 +185,11 @@ def fuzzed(connector: str, plain: bool, mode: str, seeds: list[int], only: str) 
         return [played(seeds), played([] if only else seeds[:AGAIN])]
 
 
-#: (arguments of `fuzzed`, counters that must not be 0). A plain schedule has no faults, ranks or windows.
+#: (arguments of `fuzzed`, counters that must not be 0). A plain schedule has no faults, ranks or windows. Six seeds are
+#: enough for plain schedules, because test_healthy.py also plays them.
 CASES = [
     *((connector, False, mode, list(seeds), only, happened) for connector, mode, seeds, only, happened in FUZZED),
-    *((connector, True, mode, list(seeds), "", ()) for connector, mode, seeds, only, happened in FUZZED if not only),
+    *((connector, True, mode, list(seeds[:6]), "", ()) for connector, mode, seeds, only, _ in FUZZED if not only),
 ]
 
 
