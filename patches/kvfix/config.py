@@ -41,10 +41,10 @@ class Config:
         if mode not in MODES:
             raise ValueError(f"unknown mode {mode!r}; known: {', '.join(MODES)}")
         if layers and mode == "fix":
-            raise ValueError(f"mode fix does not record hooks, so layers has no effect; known: {', '.join(MODES)}")
+            raise ValueError(f"mode fix does not record hooks, so layers needs mode {', '.join(MODES[1:])}")
         self.audit = _fraction(audit)
         if self.audit and mode not in MODES[2:]:
-            raise ValueError(f"mode {mode} checks no rule, so audit has no effect; known: {', '.join(MODES[2:])}")
+            raise ValueError(f"mode {mode} checks no rule, so audit needs mode {' or '.join(MODES[2:])}")
         self.mode = mode
         self.only = None if only is None else _codes(only)
         self.skip = _codes(skip or ())

@@ -86,7 +86,7 @@ def measure() -> Iterator[Row]:
         timed = SimpleNamespace(format=lambda **names: _TIMED.format(whole=code.format(**names), file=str(run)))
         with mock.patch.object(ptrace, "_performed", _timed_stop(stopped)), mock.patch.object(inject, "_CODE", timed):
             ran = start.run(
-                folder, False, transfer, engine=start.TWO_PROCESSES, forked=False,
+                folder, False, transfer, forked=False,
                 when=("calm round 3 ", do), calm=start.CROWD[:2], hard=[], flags=str(folder), limit=2 * LOOKS + 300,
                 environment={"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": str(ENGINE)},
             )  # fmt: skip

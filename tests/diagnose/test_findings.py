@@ -43,7 +43,7 @@ def test_a_crash_without_its_lookup_is_found() -> None:
 
 
 def test_what_the_level_hides_is_unknown() -> None:
-    """From 0.3.13 on, LMCache logs stores only at DEBUG."""
+    """From 0.3.13 on, LMCache's adapter logs `Storing KV cache` only at DEBUG."""
     debug = logged(NEWEST, "storing", 256, 512, 256, "cmpl-1")
     load, store = "KVR004 load-differs-from-grant", "KVR007 store-leaves-hole"
     for release, more, hidden in ((NEWEST, "", [load, store]), (NEWEST, debug, []), ("0.3.12", "", [load])):

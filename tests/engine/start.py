@@ -37,8 +37,6 @@ ENGINE = {
 }  # fmt: skip
 #: Run scheduler and worker in the program's own process. Then Python imports vLLM once instead of three times.
 ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-#: EngineCore and the worker have one process each, because vLLM for the CPU replaces "uni" by "mp" (cpu.py 0.32.0:341).
-TWO_PROCESSES = {**ENGINE, "distributed_executor_backend": "uni"}
 v1 = real_engine.in_process
 #: Each set of requests runs twice. vLLM computes the KV in the first round, and loads the KV in the second round.
 ROUNDS = [REPORT, REPORT, CROWD, CROWD]

@@ -104,10 +104,8 @@ def test_attach_and_detach_under_load(
 
     with start.server() if server else nullcontext(start.v1(256 if version == "0.3.10" else 64)) as transfer:
         ran = start.run(
-            folder, apply=False, transfer=transfer, lmcache=release(version),
-            engine=start.TWO_PROCESSES if server else start.ENGINE,
+            folder, apply=False, transfer=transfer, lmcache=release(version), limit=start.LIMIT + 30 * pairs,
             when=("calm round 1 ", come_and_go), calm=CALM, hard=HARD, flags=str(folder),
-            limit=start.LIMIT + 30 * pairs,
         )  # fmt: skip
     assert ran.answer["preemptions"] > 0
     assert ran.count("load") > 0

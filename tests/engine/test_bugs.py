@@ -75,7 +75,7 @@ def test_statistics_of_an_aborted_request(apply: bool, tmp_path: Path, newest_se
     abort = {**ABORT, "steps": 0, "running": (prompt(100, 9), 30), "extra_args": asks}
     ran = start.run(
         tmp_path, apply, newest_server, rounds=[[(ONE, 2)]], before={0: [["abort_waiting", abort]]},
-        engine={**start.TWO_PROCESSES, "max_num_seqs": 1}, environment={"KVFIX_TEST_HANG": "abort_comes_first"},
+        engine={**start.ENGINE, "max_num_seqs": 1}, environment={"KVFIX_TEST_HANG": "abort_comes_first"},
     )  # fmt: skip
     assert died(ran, "Request tracker for request_id") is not apply
     assert ("EngineDeadError" in ran.log) is not apply
@@ -87,10 +87,8 @@ def test_polls_of_a_waiting_request_in_vllms_own_copy(apply: bool, tmp_path: Pat
     """Each lookup of a request that waits for blocks counts the hit as stored again. So LMCache stores too little."""
     long, other = prompt(900, 21 + apply), prompt(640, 23 + apply)  # the cases share one server
     rounds = [[(long[:512], 1)], [(other, 40), (long, 2)], [(long, 2)]]
-    ran = start.run(
-        tmp_path, apply, server_of_046, rounds=rounds, lmcache=release("0.4.6"), engine=start.TWO_PROCESSES,
-        environment={"LMCACHE_USE_UPSTREAM_MP": "1"},
-    )  # fmt: skip
+    upstream = {"LMCACHE_USE_UPSTREAM_MP": "1"}
+    ran = start.run(tmp_path, apply, server_of_046, rounds=rounds, lmcache=release("0.4.6"), environment=upstream)
     assert "Force use builtin LMCacheMPConnectorUpstream" in ran.log
     assert [line["tokens"] for line in ran.notes if line["what"] == "grant"] == [512, 896 if apply else 512]
     assert ran.count("load") == 2

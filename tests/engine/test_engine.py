@@ -102,10 +102,7 @@ class TestTheReportedCrash:
     """Reproduce the crash of LMCache issue 2158 in a whole engine."""
 
     def test_as_released_the_engine_dies(self, tmp_path: Path) -> None:
-        ran = start.run(
-            tmp_path, apply=False, transfer=start.v1(256), lmcache=release(EARLY), rounds=[REPORT],
-            engine=start.TWO_PROCESSES,
-        )  # fmt: skip
+        ran = start.run(tmp_path, apply=False, transfer=start.v1(256), lmcache=release(EARLY), rounds=[REPORT])
         assert ran.written is None
         assert MISMATCH in ran.log
         assert "EngineDeadError" in ran.log

@@ -20,7 +20,7 @@ from kvfix_tools.dump import processes
 from kvfix_tools.look import command, looking
 from tests.conftest import RELEASES, Once
 from tests.engine import start
-from tests.engine.start import TWO_PROCESSES, prompt
+from tests.engine.start import ENGINE, prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 #: Maximum seconds until a hang has begun and is explained.
@@ -96,7 +96,7 @@ def hangs(
     planted = {"KVFIX_TEST_HANG": what, "KVFIX_TEST_SERVER": " ".join(str(each.pid) for each in servers), **environment}
     return start.run(
         folder, False, start.v1(64) if hang.in_process else transfer, rounds=hang.rounds, environment=planted,
-        engine={**TWO_PROCESSES, **hang.engine}, when=("Initializing a V1 LLM engine", do),
+        engine={**ENGINE, **hang.engine}, when=("Initializing a V1 LLM engine", do),
         before={1: [["spoil"], *([["one_by_one", BOTH]] if what == "locked_out" else [])]},
     )  # fmt: skip
 
@@ -171,10 +171,8 @@ def test_a_healthy_engine(transfer: dict[str, Any], tmp_path: Path) -> None:
         decided.extend(command.enough(looker))
         (tmp_path / "stop").touch()  # the engine repeats requests until this file exists, so all looks find requests
 
-    ran = start.run(
-        tmp_path, False, transfer, calm=start.CROWD, flags=str(tmp_path), engine=TWO_PROCESSES,
-        when=("Initializing a V1 LLM engine", do),
-    )  # fmt: skip
+    when = ("Initializing a V1 LLM engine", do)
+    ran = start.run(tmp_path, False, transfer, calm=start.CROWD, flags=str(tmp_path), when=when)
     assert all(each == ran.answer["rounds"][0] for each in ran.answer["rounds"])
     inside = [each for each in looks if liveness.engines(each.processes)]
     assert len(inside) > LOOKS // 2

@@ -60,7 +60,7 @@ def wedge(name: str) -> dict[str, Any]:
     """Run the watchdog's thread on an engine that makes empty steps. Return the parts of the watchdog's report."""
     prepare()
     engine = getattr(wedged, name)()
-    watchdog._TRIES = watchdog._STANDS = 10_000  # on a busy host, `_look` needs many reads until no step runs
+    watchdog._TRIES = watchdog._STANDS = 10_000  # on a busy host, a step often disturbs a read, and `_look` reads again
     dog, reports, stepped = watchdog.Watchdog(0.5), logged_reports(), watchdog.threading.Event()
 
     def wait(_: float) -> bool:  # wait for five steps, because steps may be slow on a busy host
@@ -105,7 +105,7 @@ def test_engines_that_do_not_hang() -> list[float]:
     return [*found, due(engine.step, 40)]
 
 
-@answers([0.0, 70.0])  # the first look takes old steps for new steps, so the 60 s begin at the second look, at 10 s
+@answers([0.0, 70.0])  # at its first look (5 s), a watchdog counts earlier steps as new: the 60 s begin at 10 s
 def test_a_decode_engine_that_waits_for_the_queue_of_prefill() -> list[float]:
     """Return the seconds until a report while the decode engine makes steps, and then while it makes no step."""
     prepare()

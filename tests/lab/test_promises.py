@@ -1,4 +1,4 @@
-"""Test KVF301, KVF302, KVF303, KVF340 and KVF367: NixlConnector and MooncakeConnector on the real scheduler."""
+"""Test KVF301, KVF302, KVF303, KVF312, KVF340 and KVF367: NixlConnector and MooncakeConnector on the real scheduler."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -124,6 +124,17 @@ def test_one_load_for_each_prefill(connector: str, statuses: list[str], computed
     loads = sorted(name for name, status in zip(ASKED, statuses, strict=True) if status == LOADS)
     released, fixed = [[LOADS] * 4, {}, sorted(ASKED)], [statuses, computed, loads]
     assert once.both(sent_again, RELEASES / "0.5.6", connector) == [released, fixed]
+
+
+@answers([LOADS], ["RUNNING"])
+def test_a_prefill_engine_that_buffers_kv_in_host_memory() -> list[str]:
+    """KVF312: NixlConnector promises blocks of the decode engine, but saves the request's KV and starts no load."""
+    turn = {**NIXL, "do_remote_prefill": False, "do_remote_decode": True, "remote_num_tokens": 48}
+    scheduler, (request,) = asked("NixlConnector", "kv_both", {"r": turn})
+    nixl = scheduler.connector.connector_scheduler
+    nixl.use_host_buffer, nixl.is_bidirectional_kv_xfer_enabled, nixl.kv_recompute_threshold = True, True, 0
+    scheduler.schedule()
+    return [request.status.name]
 
 
 @answers(["AssertionError", 0.0], ["", 3.0])

@@ -29,7 +29,7 @@ def test_the_docstring_is_complete(found: Fix) -> None:
     assert all(found.section(name) for name in found.sections)
     assert found.title.endswith(".")
     assert "http" in found.section("Upstream") or "None known" in found.section("Upstream")
-    for dist in found.dists:  # the section must name the newest release that has the bug by its fingerprint
+    for dist in found.dists:  # `Releases` must name the newest release whose fingerprint is one with the bug
         assert max(fix_overview.wrong_releases(found, dist), key=Version, default="") in found.section("Releases")
         assert "\n- Remove when: " in (found.docstring or "") or fix_overview.first_right(found, dist)
 

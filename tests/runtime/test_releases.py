@@ -118,7 +118,7 @@ def test_code_of_broken_releases_is_broken_code_only() -> None:
     """Broken and right releases share no fingerprint of a function, because the fingerprint decides the status."""
     for found in catalogue.fixes():
         for target in found.targets:
-            if target.helper:  # a helper does not show the bug, and kvfix applies a helper only with another target
+            if target.helper:  # kvfix wraps a helper function, which has no bug, only for another function
                 continue
             known = fingerprints()[target.dist]["functions"][target.name]
             broken = SpecifierSet(target.broken, prereleases=True)

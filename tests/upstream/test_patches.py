@@ -211,6 +211,7 @@ def test_their_tests(row: upstream.Ready, offline: ForkServer, tmp_path: Path) -
         assert found, f"{tests} do not run"
         return {name for name, outcome in found.items() if outcome == "failed"} - known.keys()
 
-    # Run one file at a time, because some files disturb other files.
+    # Run one file at a time, because some files disturb other files. Tests with deadlines fail in some runs only.
     for file in {name.partition("::")[0] for name in failing(folder, theirs(row))}:
-        assert failing(folder, [file]) <= failing(tmp_path / "released", [file])
+        always = set[str].intersection(*(failing(folder, [file]) for _ in range(3)))
+        assert always <= failing(tmp_path / "released", [file])

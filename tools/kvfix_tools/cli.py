@@ -27,8 +27,8 @@ COMMANDS = {
 }  # fmt: skip
 
 
-_EXIT = """Exit codes of every command whose help lists no exit codes: 0 (nothing was found), 1 (a bug or violation was
-found), 2 (wrong usage or unreadable input), 77 (the check could not run here)."""
+_EXIT = """kvfix exits with 0 (no bug was found), 1 (a bug or violation was found), 2 (wrong usage or unreadable input)
+or 77 (the check could not run here). The help of a command describes its other exit codes."""
 
 
 class _InOrder(TyperGroup):
@@ -61,7 +61,7 @@ app.command("mcp", rich_help_panel=COMMANDS["mcp"])(mcp_server.serve)
 _PID = "Process ID of the engine. kvfix includes all child processes of this process."
 Pid = Annotated[int, typer.Argument(metavar="PID", help=_PID)]
 Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")]
-Wait = Annotated[float, value("SECONDS", "Wait at most this long for the end of a step (--idle: of all requests).")]
+Wait = Annotated[float, value("SECONDS", "Wait at most this long for the engine to reach a safe point.")]
 _AUDIT = """Only with --mode check or strict. vLLM recomputes this fraction (0 to 1) of the hits. kvfix compares the
 result with the cached KV."""
 _SYMPTOM = "Describe the symptom, or name a file with the description."
@@ -85,7 +85,7 @@ def run(
     only: Only = None,
     skip: Skip = None,
     plus: Plus = None,
-    layers: Annotated[bool, flag("--layers", "Also record hooks that run once per layer (no mode fix).")] = False,
+    layers: Annotated[bool, flag("--layers", "Also record hooks that run once per layer. Not with mode fix.")] = False,
     audit: Annotated[float, typer.Option(help=_AUDIT)] = 0,
 ) -> int:
     """Run a program, such as `vllm serve` or `lmcache server`, with the fixes in all its processes.
@@ -122,7 +122,7 @@ def explain(name: Annotated[str, typer.Argument(metavar="CODE|SLUG")], json: Jso
 
 @app.command(rich_help_panel=COMMANDS["search"])
 def search(text: Annotated[str, typer.Argument(metavar="TEXT|FILE|-", help=_SYMPTOM)], json: Json = False) -> None:
-    """Show the three best matches for a symptom (fixes, known problems or rules), and how to confirm each."""
+    """Show the three fixes, known problems or rules that match a symptom best, and how to confirm each."""
     from kvfix_tools import search
 
     raise typer.Exit(search.search(text, json))
@@ -169,7 +169,7 @@ def look(
 ) -> None:
     """Show why a running engine makes no progress, and what to do. The engine may run without kvfix.
 
-    Exit 0: no problem. 1: a problem, or with --core a thread in a connector hook. 77: kvfix cannot read the process.
+    Exit 0: no problem. 1: a problem, or (with --core) a thread in a hook. 77: kvfix cannot read the process.
     """
     from kvfix_tools.look import command
 

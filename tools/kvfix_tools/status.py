@@ -42,7 +42,7 @@ _OF_TRANSFER = "The value of vLLM's --kv-transfer-config: show only the bugs of 
 _EFFECT = "Show rows of one effect: wrong-output, crash, hang, leak or lost-hits."
 _PROBE = "Import vLLM and LMCache. If the presence of a bug is unknown, test for the bug."
 _RELEASED = """Download the newest LMCache and vLLM with pip. For each function that kvfix patches, compare the new code
-with the releases that kvfix knows. List each fix whose functions differ or cannot be compared. Exit 1: one or more."""
+with the releases that kvfix knows. Exit 1 and list the fixes if functions differ or cannot be compared."""
 
 
 class Selected(NamedTuple):

@@ -17,7 +17,7 @@ from kvfix_tools.doctor.packages import Packages, assigned, constant
 TRANSFER_MODULES = {"nixl": "nixl._api", "mooncake": "mooncake.engine"}
 OPERATIONS = ("cuda_ops", "c_ops")  # the compiled operations of LMCache: `cuda_ops` from 0.5.4 on, `c_ops` before
 _FOR_PROCESSORS = {"_C", "_C_AVX512", "_C_AVX2"}  # builds of vLLM's operations for the CPU. vLLM loads one of them
-FILE, ENVIRONMENT, TRANSFER = "the file", "the environment", "--kv-transfer-config"
+FILE, ENVIRONMENT, TRANSFER = "LMCACHE_CONFIG_FILE", "the environment", "--kv-transfer-config"
 #: Variables that Kubernetes sets for a service called lmcache-...
 _OF_KUBERNETES = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP)(_\w+)?)$|_PORT=tcp://")
 

@@ -33,8 +33,8 @@ _SERVER = "lab: use the lab's stand-in for the server. real: start a real `lmcac
 _TRANSFERS = "lab: NIXL is simulated. real: use NIXL, and compare it with the simulation. Exit 77: NIXL is missing."
 _MODE = "fix: apply the fixes. check: kvfix also checks its rules in the engine, as with kvfix run --mode check."
 _FIXES_IN = """both: all engines have the fixes. prefill or decode: only this engine has them (NIXL, Mooncake). one: two
-engines share a cache, and only the first has the fixes (v1, mp). All values except both need --mode fix. A seed then
-counts only if it does not fail without fixes."""
+engines share a cache, and only the first has the fixes (v1, mp). prefill, decode and one need --mode fix. With them,
+kvfix reports only seeds that have no violation without fixes, and does not shrink schedules."""
 Fixes = Annotated[bool, typer.Option(help="Apply the fixes of kvfix, or play LMCache and vLLM as released.")]
 
 

@@ -43,7 +43,7 @@ class Outcome(NamedTuple):
 
 
 class Continued(NamedTuple):
-    """frees: waiting requests (of 20 tried) whose abort lets all others end without fixes. differs: see `_Builder`."""
+    """frees: waiting requests (at most 20) whose abort ends a hang without fixes. differs: see `_Builder`."""
 
     schedule: Schedule
     as_released: Outcome
@@ -172,7 +172,7 @@ class _Builder:
         self._until(lambda: not self.lab.connector.busy())
         others = self.lab.free() - self._state["pool"]["free"]
         if others > 0:
-            self.differs.append(f"the lab has {others} more free blocks than the engine had: the lab takes the blocks")
+            self.differs.append(f"the engine had {others} fewer free blocks, so the lab takes {others} of its own")
             self._do("take_blocks", others)
         for row in self._rows:
             has, was = (done(row["id"]), len(blocks(row["id"]))), (row["computed"], row["blocks"])

@@ -101,7 +101,7 @@ class _Engine:
 
 
 def attach(pid: int, mode: str, only: Names, idle: bool, wait: float, json: bool, plus: Names = None) -> int:
-    """Apply the fixes. Return 0 for success, 1 for a failure, 2 for wrong usage, 77 if kvfix may not trace."""
+    """Apply the fixes. Return 0 for success, 1 for a failure, 2 for wrong usage, 77 if kvfix cannot trace a process."""
     try:
         config = Config(mode, only, None, plus=plus)
         if mode == "strict":

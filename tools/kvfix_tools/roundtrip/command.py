@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
         epilog="Exit codes: 0 every byte is right, 1 a byte is wrong or a case crashed, 2 usage error, 77 no test ran.",
     )
     add = options.add_argument
-    backend = "test these copy routines (see --list); default: all except engine-* (--inject, --race: torch)"
+    backend = "test these copy routines (see --list); default: all except engine-*; torch with --inject or --race"
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="use this device; auto: CUDA if present")
     add("--backend", nargs="+", metavar="NAME", help=backend)
     for name, values in AXES.items():
@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
         shown = f"{skip if name == 'skip' else 'test only these values'}; default: {', '.join(values)}"
         add(f"--{name}", nargs="+", metavar="VALUE", choices=None if free else values, help=shown)
     add("--layers", type=int, default=3, help="number of layers of the KV cache (default: 3)")
-    add("--head-size", type=int, default=32, help="elements per head (default: 32); a head has a multiple of 8 bytes")
+    add("--head-size", type=int, default=32, help="elements per head (default: 32); 8 must divide the bytes of a head")
     add("--full", action="store_true", help="test every combination, not only every pair of values")
     add("--race", nargs="*", metavar="NAME", help=f"test only races; without a NAME: {', '.join(races.RACES)}")
     add("--gib", type=float, help="copy this many GiB to measure the speed, 0 for none (default: 4 on CUDA, else 1/32)")

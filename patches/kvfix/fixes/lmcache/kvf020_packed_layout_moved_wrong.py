@@ -7,10 +7,10 @@ dimension 3`. To see the bug, run `kvfix roundtrip --backend lmcache --layout pa
 Cause: vLLM 0.26 stores K and V of a head next to each other. A layer's cache has the shape `[blocks, heads, block size,
 2 * head size]`, with any strides (0.26.0 flash_attn.py:141). LMCache's transfer operation treats this cache as a single
 plane. The memory object `[2, layers, tokens, heads * head size]` has two planes, for K and V. The operation moves
-only one plane, and takes a slot's width from this plane (0.5.6 gpu_connectors.py:327). The real width is twice as big.
+only the first plane, and only half of each slot, because this plane is half as wide (0.5.6 gpu_connectors.py:327).
 
 Fix: For layers of this shape, the fix copies K into the first plane of the memory object and V into the second plane.
-LMCache does the same before vLLM 0.26. Chunks stored without the fix stay wrong, so clear the disk and remote caches.
+LMCache itself does so with older vLLM. Chunks stored without the fix stay wrong, so clear the disk and remote caches.
 - Releases: LMCache 0.4.3 to 0.5.6 (`use_gpu_connector_v3`: 0.5.0 to 0.5.6) with vLLM 0.26 and later. LMCache 0.4.3 to
   0.4.6 and the layerwise connector raise an error instead of wrong text. The multi-process mode is not affected.
 - Upstream: https://github.com/LMCache/LMCache/issues/4463; open: https://github.com/LMCache/LMCache/pull/4467 and
@@ -138,7 +138,7 @@ def scatter(torch: Any, tensor: Any, caches: Any, slots: Any, skip: int) -> None
 
 
 def _layers(torch: Any, tensor: Any, caches: Any) -> Iterator[tuple[Any, Any, int]]:
-    """Yield, for each layer, tensor [tokens, 2, heads, n], cache [blocks, block, 2, heads, n] and block size."""
+    """Yield, for each layer: tokens [tokens, 2, heads, words], cache [blocks, size, 2, heads, words], block size."""
     heads, block, width = caches[0].shape[1:]
     word = _word(torch, [*caches, tensor], width * caches[0].element_size() // 2)
     held = tensor.view(2, len(caches), -1, tensor.shape[3] * tensor.shape[0] // 2).view(word)

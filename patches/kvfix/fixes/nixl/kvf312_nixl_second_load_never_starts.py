@@ -5,9 +5,10 @@ Symptom: A request of a prefill engine stays in WAITING_FOR_REMOTE_KVS and keeps
 expired remote read`). Without this option, the bug affects requests whose parameters name blocks of the previous turn.
 
 Cause: get_num_new_matched_tokens promises `remote_num_tokens` as long as the parameters name remote blocks
-(pull_scheduler.py 0.32.0:66-104). update_state_after_alloc starts a load only with `bidirectional_kv_xfer`, and only
-once (`_remote_blocks_processed`, :130-133). After a preemption or a failed load, vLLM looks the request up again, and
-NixlConnector promises the same blocks again.
+(pull_scheduler.py 0.32.0:66-104). But update_state_after_alloc starts the load of a prefill request only with
+`bidirectional_kv_xfer`, and only once (`_remote_blocks_processed`, :130-133). If NIXL needs a buffer in host memory,
+update_state_after_alloc starts no such load (:126). After a preemption or a failed load, vLLM looks the request up
+again, and NixlConnector promises the same blocks again.
 
 Fix: If update_state_after_alloc would start no load, the fix promises 0 tokens, and the request computes its prompt.
 - Remove when: Both functions of vLLM check the parameters in the same way.
@@ -21,6 +22,8 @@ from kvfix.fixes.api import NIXL_PULL_SCHEDULER, Any, Fix, stubs
 def fix(connector: Any, request: Any) -> bool:
     """Return True if update_state_after_alloc starts a load for this request."""
     params = request.kv_transfer_params
+    if connector.use_host_buffer and params.get("do_remote_decode"):
+        return False  # update_state_after_alloc saves the request's KV instead (pull_scheduler.py 0.32.0:126)
     if params.get("do_remote_prefill"):
         return True
     return connector.is_bidirectional_kv_xfer_enabled and not params.get("_remote_blocks_processed")

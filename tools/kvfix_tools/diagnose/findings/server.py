@@ -17,7 +17,7 @@ _UNASKED = frozenset({"end_session"})
 
 
 class Server:
-    """The state of an LMCache server's log. `handler` is the line before the traceback of a failed handler."""
+    """Notes about the last lines of a server's log. `handler`: the line before a failed handler's traceback."""
 
     handler: LogLine | None = None
 
