@@ -1,9 +1,9 @@
 """Measure 1000 looks of `kvfix look`, one per second, at a busy engine that was started without kvfix.
 
-No look may find anything wrong. All rounds send the same requests, and must get equal answers. The engine and `kvfix
+No look may find a problem. The engine repeats the same requests, and must give equal answers. The engine and `kvfix
 look` have one core each, and the engine has one thread for kernels. The bench measures how long a look stops a thread
-of the engine, without waits for a core. If the looker uses more processor time during a stop, that time counts instead.
-The bench also measures the processor time of the code that `kvfix look` runs in the engine's main thread.
+of the engine, minus waits of the thread or the looker for a core. The looker's processor time counts instead if it is
+longer. The bench also measures the time of the code that `kvfix look` runs in the engine's main thread.
 """
 
 import os

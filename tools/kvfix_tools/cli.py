@@ -27,8 +27,8 @@ COMMANDS = {
 }  # fmt: skip
 
 
-_EXIT = """kvfix exits with 0 (no bug was found), 1 (a bug or violation was found), 2 (wrong usage or unreadable input)
-or 77 (the check could not run here). The help of a command describes its other exit codes."""
+_EXIT = """Most commands exit with 0 (no bug was found), 1 (a bug or violation was found), 2 (wrong usage, or a file
+cannot be read or written) or 77 (the check could not run here)."""
 
 
 class _InOrder(TyperGroup):
@@ -64,7 +64,7 @@ Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=
 Wait = Annotated[float, value("SECONDS", "Wait at most this long for the engine to reach a safe point.")]
 _AUDIT = """Only with --mode check or strict. vLLM recomputes this fraction (0 to 1) of the hits. kvfix compares the
 result with the cached KV."""
-_SYMPTOM = "Describe the symptom, or name a file with the description."
+_SYMPTOM = "Describe the symptom, or name a file with the description (-: stdin)."
 _LAUNCHED = "The command that you will launch: vllm serve ..., lmcache server ..."
 _SERVER = "Read the options and the release of the LMCache server from its HTTP port."
 _FAIL_ON = """certain: exit 1 if a finding is certain. crash, wrong, hang, leak, slow, risk (worst first): exit
@@ -122,7 +122,7 @@ def explain(name: Annotated[str, typer.Argument(metavar="CODE|SLUG")], json: Jso
 
 @app.command(rich_help_panel=COMMANDS["search"])
 def search(text: Annotated[str, typer.Argument(metavar="TEXT|FILE|-", help=_SYMPTOM)], json: Json = False) -> None:
-    """Show the three fixes, known problems or rules that match a symptom best, and how to confirm each."""
+    """Find the fix, known problem or rule that explains a symptom. Show the three best matches."""
     from kvfix_tools import search
 
     raise typer.Exit(search.search(text, json))
@@ -130,11 +130,11 @@ def search(text: Annotated[str, typer.Argument(metavar="TEXT|FILE|-", help=_SYMP
 
 @app.command(rich_help_panel=COMMANDS["replay"])
 def replay(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...")],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Recorder files, or bundles of kvfix dump.")],
     router: Annotated[Path | None, value("LOG", "Also read this log of the router in front of the engines.")] = None,
     json: Json = False,
 ) -> None:
-    """Check the events in recorder files, or in bundles that kvfix dump wrote. Exit 1 if an event violates a rule.
+    """Check the events that kvfix recorded in engines. Exit 1 if an event violates a rule.
 
     Print the history of each violation. Files may come from several processes, ranks and nodes.
     """
@@ -165,11 +165,11 @@ def look(
     request: Annotated[str, value("ID", "Show one request in full.")] = "",
     json: Json = False,
     save: Annotated[str, value("FILE", "Save the state, with the blocks of each request.")] = "",
-    core: Annotated[str, value("FILE", "Read a core file instead of a process (needs kvfix[core]).")] = "",
+    core: Annotated[str, value("FILE", "Read a core file (needs kvfix[core]). Exit 1: a thread was in a hook.")] = "",
 ) -> None:
-    """Show why a running engine makes no progress, and what to do. The engine may run without kvfix.
+    """Show why a running engine makes no progress, and what to do. The engine does not need kvfix.
 
-    Exit 0: no problem. 1: a problem, or (with --core) a thread in a hook. 77: kvfix cannot read the process.
+    Exit 0: no problem. 1: a problem was found. 77: kvfix cannot read the process.
     """
     from kvfix_tools.look import command
 
@@ -186,7 +186,7 @@ def attach(
     mode: Annotated[str, typer.Option(help=MODES)] = "fix",
     only: Only = None,
     plus: Plus = None,
-    idle: Annotated[bool, flag("--idle", "Apply the fixes only when the engine has no request.")] = False,
+    idle: Annotated[bool, flag("--idle", "Wait until the engine has no request, then apply the fixes.")] = False,
     wait: Wait = 60.0,
     json: Json = False,
 ) -> None:

@@ -61,7 +61,7 @@ def make(root: Path) -> "MCPServer[Any]":
 
     @server.tool()
     async def search(text: str) -> dict[str, Any]:
-        """Find the three best matches for a description (fixes, known problems or rules), and how to confirm each.
+        """Find the fix, known problem or rule that explains a symptom. Return the three best matches.
 
         A match is not a diagnosis. For a log use `diagnose`."""
         return await _run("search", "--json", "--", f"{text}\n")  # a text with a newline is never a file name

@@ -38,11 +38,11 @@ _TYPE = {
 }
 _PID_OR_FIX = "PID: show the fixes that are applied in this running engine. KVF...: show only the rows of these fixes."
 _CONNECTOR = "Show only the bugs of these connectors. Default: $KVFIX_CONNECTOR."
-_OF_TRANSFER = "The value of vLLM's --kv-transfer-config: show only the bugs of its connectors."
+_OF_TRANSFER = "Show only the bugs of the connectors in this JSON. vLLM has the same option."
 _EFFECT = "Show rows of one effect: wrong-output, crash, hang, leak or lost-hits."
-_PROBE = "Import vLLM and LMCache. If the presence of a bug is unknown, test for the bug."
-_RELEASED = """Download the newest LMCache and vLLM with pip. For each function that kvfix patches, compare the new code
-with the releases that kvfix knows. Exit 1 and list the fixes if functions differ or cannot be compared."""
+_PROBE = "Import vLLM and LMCache, and test for each bug whose presence is unknown."
+_RELEASED = """Download the newest LMCache and vLLM with pip. List each fix whose functions differ from those of the
+newest known release. Exit 1: a fix is listed. 77: pip failed."""
 
 
 class Selected(NamedTuple):
@@ -66,7 +66,7 @@ def status(
 ) -> int:
     """Show the known bugs of the installed code. Exit 1: the code has a bug, or may have one.
 
-    Bugs that only an opt-in fix repairs do not change the exit code.
+    A bug does not change the exit code if its only fix is opt-in.
     """
     names = names or []
     if len(names) == 1 and names[0].isdigit():

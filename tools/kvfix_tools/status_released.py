@@ -131,4 +131,4 @@ def _print(rows: list[ReleasedRow]) -> None:
         print(f"\n{row.code} {row.slug} ({row.dist} {row.version}): {row.change}, {row.verdict}")
         print(textwrap.fill(row.reason, 80, initial_indent="  ", subsequent_indent="    "))
     if changed:
-        print('\nkvfix status --probe shows if a release still has each bug: see "A new release" in CONTRIBUTING.md.')
+        print("\nDoes the new release have the bugs? Install it, and run kvfix status --probe (see CONTRIBUTING.md).")

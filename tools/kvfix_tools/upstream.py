@@ -71,7 +71,7 @@ def export(
     name: Annotated[str, typer.Argument(metavar="CODE|SLUG", help="A fix that kvfix upstream list shows.")],
     folder: Annotated[Path, value("DIR", "Write into this folder.", "-o", "--output")] = Path("."),
 ) -> int:
-    """Write the patches of a fix (one per project and release) for `git am`. The sign-off has your name from git."""
+    """Write the patches of a fix. `git am` can apply them. Their sign-off has your name and address from git."""
     known = catalogue.find(name)
     wanted = [row for row in ready() if known is not None and row.code == known.code]
     if not wanted:

@@ -117,7 +117,7 @@ class Watchdog:
                 if request.status.name not in of_others and not request.status.name.startswith("FINISHED"):
                     computed[request.request_id] = request.num_computed_tokens
         went_on = any(computed.get(name) != tokens for name, tokens in self._computed.items())
-        computing = steps == self._steps and _is_with_workers(calls)  # after a new step, the workers have answered
+        computing = steps == self._steps and _is_with_workers(calls)  # a new step: the workers have answered
         self._computed, self._steps = computed, steps
         return not computed or paused or went_on or computing
 
@@ -161,7 +161,7 @@ def _calls() -> list[Call]:
 
 
 def _inside(calls: list[Call]) -> tuple[Any, ...]:
-    """Return ("call", name, start) of the main thread's hook, or of LMCache's start before any step. Else return ()."""
+    """Return ("call", name, begin) if the main thread is in a hook, or in LMCache's start-up code. Else return ()."""
     main = threading.main_thread().ident
     for watched in recorder.connectors():
         running = (watched.running or {}).get(main or 0)

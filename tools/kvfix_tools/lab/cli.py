@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Reproduce bugs on the real vLLM scheduler and connectors, without a GPU.", no_args_is_help=True)
 
-LMCachePath = Annotated[str | None, value("DIR", "Use LMCache from this folder (pip install --no-deps --target DIR).")]
+LMCachePath = Annotated[str | None, value("DIR", "Use LMCache from this folder, made by pip install --target DIR.")]
 _CONNECTOR = f"""Play this connector: {", ".join(CONNECTORS)}. v1: LMCacheConnectorV1. mp: LMCacheMPConnector.
 mp-in-tree: vLLM's copy of mp. Two connectors in a MultiConnector: nixl-multi (nixl-pull and v1), nixl-push-multi
 (nixl-push and v1), mooncake-multi (mooncake and v1), nixl-offload (nixl-pull and offloading)."""
 _SERVER = "lab: use the lab's stand-in for the server. real: start a real `lmcache server` (mp only)."
 _TRANSFERS = "lab: NIXL is simulated. real: use NIXL, and compare it with the simulation. Exit 77: NIXL is missing."
 _MODE = "fix: apply the fixes. check: kvfix also checks its rules in the engine, as with kvfix run --mode check."
-_FIXES_IN = """both: all engines have the fixes. prefill or decode: only this engine has them (NIXL, Mooncake). one: two
-engines share a cache, and only the first has the fixes (v1, mp). prefill, decode and one need --mode fix. With them,
-kvfix reports only seeds that have no violation without fixes, and does not shrink schedules."""
+_FIXES_IN = """both: all engines have the fixes. prefill: only the prefill engine has them (NIXL, Mooncake). decode:
+only the decode engine has the fixes (NIXL, Mooncake). one: two engines share a cache, and only the first has the fixes
+(v1, mp)."""
 Fixes = Annotated[bool, typer.Option(help="Apply the fixes of kvfix, or play LMCache and vLLM as released.")]
 
 
@@ -87,7 +87,7 @@ def fuzz_connector(
     shrink: Annotated[float, value("SECONDS", "Search this long for a shorter schedule. 0: do not search.")] = 20.0,
     jobs: Annotated[int, typer.Option(min=1, metavar="N", help="Use this many processes.")] = 1,
     notes: Annotated[Path | None, value("FILE", "Note progress in this file, and continue from it.")] = None,
-    save: Annotated[Path | None, value("DIR", "Write the shortest schedule of each violation here.")] = None,
+    save: Annotated[Path | None, value("DIR", "Write a schedule for each violation into this folder.")] = None,
     lmcache_path: LMCachePath = None,
     json: Json = False,
 ) -> None:
@@ -174,14 +174,14 @@ def replay_recording(
 @app.command("continue")
 def continue_state(
     file: Annotated[Path, typer.Argument(help="A file that `kvfix look --save` or kvfix's watchdog wrote.")],
-    save: Annotated[Path | None, value("FILE", "Write the shortest schedule that leads to stuck requests.")] = None,
+    save: Annotated[Path | None, value("FILE", "Write a short schedule that leads to the stuck state.")] = None,
     shrink: Annotated[float, value("SECONDS", "Search this long for a shorter schedule.")] = 45.0,
     lmcache_path: LMCachePath = None,
     json: Json = False,
 ) -> None:
-    """Rebuild an engine's state, and run on from it: once without fixes, once with fixes. Exit 1: the first run fails.
+    """Rebuild the saved state of an engine. Then continue, first without fixes and then with fixes.
 
-    A run fails if it is stuck or violates a rule. If the first run is stuck, the lab repeats the run up to 20 times.
+    Exit 1: the run without fixes is stuck or violates a rule. If the run is stuck, the lab repeats it up to 20 times.
     Each repetition aborts one waiting request. If all other requests then end, the output names the aborted request.
     """
     with _refusing("continue", file):

@@ -23,7 +23,7 @@ from kvfix_tools.lab.scenario import Scenario
 if TYPE_CHECKING:
     from kvfix_tools.lab.engine.lab_engine import LabEngine
 
-#: Opt-in fixes that the lab always applies, because the fuzzer draws schedules that show the bugs of these fixes.
+#: Opt-in fixes that the lab applies by default, because the fuzzer draws schedules that show bugs which they repair.
 NAMED = ("KVF123", "KVF208", "KVF219", "KVF222", "KVF319", "KVF322", "KVF353")
 #: Steps that the lab makes after a schedule, because kvfix checks an ended request for leaks some steps later.
 AFTER = 40
@@ -63,7 +63,7 @@ def prepare(lmcache_path: str | None, needs: Sequence[str] = ("vllm", "lmcache")
     os.environ.setdefault("LMCACHE_DISABLE_BANNER", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    # Without this setting vLLM uses model runner V2 if it finds Triton. V2 changes a seed's results (options.py).
+    # Without this setting vLLM uses model runner V2 if it finds Triton. With V2, the fuzzer plays other schedules.
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     for dist in needs:
         if installed_source.package_dir(dist) is None:

@@ -37,20 +37,20 @@ DEFAULT_GIB = {"cpu": 1 / 32, "cuda": 4.0}
 def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(
         prog="kvfix roundtrip",
-        description="Copy labelled KV to host memory and back, and check every byte.",
+        description="Copy KV with known values to host memory and back, and check every byte.",
         epilog="Exit codes: 0 every byte is right, 1 a byte is wrong or a case crashed, 2 usage error, 77 no test ran.",
     )
     add = options.add_argument
-    backend = "test these copy routines (see --list); default: all except engine-*; torch with --inject or --race"
+    backend = "test these copy routines (see --list); default: all except engine-* (races and faults: torch)"
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="use this device; auto: CUDA if present")
     add("--backend", nargs="+", metavar="NAME", help=backend)
     for name, values in AXES.items():
         free = name in ("tokens", "block", "chunk", "heads")
-        skip = "test only loads that skip this many tokens (part: half a block + 1; chunk: 1 chunk + half a block)"
+        skip = "tokens to leave out at the start of a load; part: 1 + half a block; chunk: 1 chunk + half a block"
         shown = f"{skip if name == 'skip' else 'test only these values'}; default: {', '.join(values)}"
         add(f"--{name}", nargs="+", metavar="VALUE", choices=None if free else values, help=shown)
     add("--layers", type=int, default=3, help="number of layers of the KV cache (default: 3)")
-    add("--head-size", type=int, default=32, help="elements per head (default: 32); 8 must divide the bytes of a head")
+    add("--head-size", type=int, default=32, help="number of elements of a head (default: 32)")
     add("--full", action="store_true", help="test every combination, not only every pair of values")
     add("--race", nargs="*", metavar="NAME", help=f"test only races; without a NAME: {', '.join(races.RACES)}")
     add("--gib", type=float, help="copy this many GiB to measure the speed, 0 for none (default: 4 on CUDA, else 1/32)")

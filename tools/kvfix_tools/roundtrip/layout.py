@@ -1,7 +1,8 @@
 """Define each layout of KV in memory by the order of its axes.
 
 A *row* has the elements of one head for one token, either of K or of V. All layouts of vLLM and LMCache keep a row
-contiguous, so a layout is an order of rows. kvfix derives the content of a row from its layer, K or V, slot and head.
+contiguous, so a layout is an order of rows. kvfix fills a row with values that depend on the layer, the slot, the head,
+and whether the row is of K or V.
 """
 
 import math

@@ -114,7 +114,7 @@ def _layers(adapter: Any, **meta: Any) -> tuple[Any, list[Any]]:
 
 
 def layer_loads_show_bug(hook: Any, adapter: Any) -> bool:
-    """Load a request with a tag layer by layer. With the bug, the load has no tag."""
+    """Load layer by layer for a request with a tag. With the bug, the load has no tag."""
     impl, calls = _layers(adapter, load_spec=adapter.LoadSpec(0, 16, can_load=True))
     hook(impl, stubs.Stub(attn_metadata=object()))
     return len(calls) == 1 and not calls[0][1].get("request_configs")

@@ -9,10 +9,10 @@ runs in the scheduler's process by default (`uni`), so tracker and worker share 
 tracker and worker both append the new blocks to this list (:1422), which then has each new block twice.
 
 LMCache calculates slots from this list. The slots then belong to wrong tokens, and LMCache stores the KV of the wrong
-tokens under valid keys. After a step without the request, the worker fills its block table from the wrong list.
+tokens under valid keys. If a step leaves the request out, the worker later fills its block table from the wrong list.
 
 Fix: After `build_connector_meta`, before the worker runs, the fix gives the tracker of each resumed request a copy of
-the list. (A wrapper of `update` would cost a sixth of the time of a step with 256 requests.)
+the list. (A wrapper of `update` would take a sixth of the time of a step with 256 requests.)
 - Releases: LMCache 0.3.10 to 0.5.6 with vLLM's model runner V1. vLLM 0.32 uses V2 for most models on a GPU. V2 copies
   the list, and handles a resumed request as a new one. The multi-process connectors copy the list too.
 - Remove when: LMCache copies the list.

@@ -26,7 +26,7 @@ from kvfix.fixes.api import LMCACHE_MP, Any, Fix, fix_after, note
 
 @fix_after(when=_windows.has_transfers, on_fault=_closed.drop_stores)
 def fix(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> None:
-    """In the step's stores, set to null the state blocks of each chunk whose state vLLM does not have."""
+    """If vLLM does not have the state of a chunk, store null blocks in place of the chunk's state blocks."""
     states, chunk = _windows.states(connector), _mp.chunk_size(connector)
     if not states:
         return

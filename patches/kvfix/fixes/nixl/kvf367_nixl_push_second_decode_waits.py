@@ -4,9 +4,10 @@ Symptom: A router sends a decode request again with the same id and kv_transfer_
 WAITING_FOR_REMOTE_KVS and keeps its blocks. The decode engine logs `registration for request ... timed out after 480.0s
 without a push completion`. The prefill engine logs nothing.
 
-Cause: NixlPushConnector promises the prompt to each request that asks for a remote prefill, and each request registers
-its blocks (push_scheduler.py 0.32.0:124, :183). The prefill engine writes into the blocks of the first registration
-that it finds, and then forgets the prefill (push_worker.py 0.32.0:404). The other registration gets no answer.
+Cause: NixlPushConnector promises a load of the prompt for each request with a remote prefill, and each request
+registers its blocks (push_scheduler.py 0.32.0:124, :183). The prefill engine writes into the blocks of the first
+registration that it finds, and then forgets the prefill (push_worker.py 0.32.0:404). The other registration gets no
+answer.
 
 Fix: In each decode engine, only the first request for a prefill registers. A later request for the same prefill
 computes its prompt itself. Requests are for the same prefill if three values are equal: remote_engine_id,
@@ -44,7 +45,7 @@ def _prefill(request: Any) -> tuple[str, str, str]:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Look up a second request for a prefill that has a registration. With the bug, the prefill is promised again."""
+    """Look up the second of two requests for one prefill. With the bug, the prefill is promised again."""
     connector = _nixl.scheduler_side()
     first, again = (_nixl.remote_prefill(32, f"r-0000000{end}") for end in (1, 2))
     module.NixlPushConnectorScheduler.update_state_after_alloc(connector, first, _nixl.allocated(1, 2), 32)

@@ -8,9 +8,9 @@ ranks`. The log may also have one of these lines:
 - `Centralized cache sharing detected but PYTHONHASHSEED not set`
 - `P/D Disaggregation detected but PYTHONHASHSEED not set`
 
-Cause: `pre_caching_hash_algorithm` is `builtin` by default (0.5.6 config.py:133), and Python salts the hash of
-strings and bytes in each process. Up to 0.3.15 LMCache also hashes None. On Python 3.11 and earlier the hash of None is
-an address, which a fixed seed does not change. Python sets the seed at its start, before kvfix runs.
+Cause: `pre_caching_hash_algorithm` is `builtin` by default (0.5.6 config.py:133), and Python salts the hash of strings
+and bytes in each process. Up to 0.3.15 LMCache also hashes None. On Python 3.11 and earlier, the hash of None is a
+memory address, which differs by process even with a fixed seed. Python sets the seed at its start, before kvfix runs.
 
 Workaround: Set PYTHONHASHSEED=0 in the environment of every vLLM and LMCache process. Or set
 `pre_caching_hash_algorithm: sha256_cbor` in each LMCache's configuration. Without a shared cache, no setting is needed.
@@ -33,6 +33,6 @@ FIX = Fix(
     TOKEN_DATABASE.target("__init__", broken=">=0.3.9", fix=None),
     effect="lost hits",
     evidence={"KVD304": "", "KVD305": ""},
-    no_patch={"lmcache": "LMCache must choose the default hash. With another hash, no stored chunk is found"},
+    no_patch={"lmcache": "Only LMCache can change its default hash: with a new hash, LMCache finds no stored chunk"},
     harmless=harmless,
 )
