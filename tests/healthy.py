@@ -1,4 +1,4 @@
-"""Help tests play schedules without injected faults. Only fixes in `changing` may change events of these schedules."""
+"""Help tests run the lab's random schedules without faults. Only fixes in `changing(...)` may change their events."""
 
 from importlib import import_module
 from typing import Any
@@ -14,7 +14,7 @@ def changing(connector: str) -> list[str]:
 
 
 def violated(done: Any) -> list[str]:
-    """Return all violations except KVR009. In each release, every schedule leaks, so every schedule violates KVR009."""
+    """Return all violations except those of KVR009, the rule about leaks. Every schedule leaks in each release."""
     return [str(found) for found in done.findings if found.verdict == "violated" and found.code != "KVR009"]
 
 
@@ -24,7 +24,7 @@ def events(done: Any) -> list[tuple[Any, ...]]:
 
 
 def own_blocks() -> None:
-    """Apply KVF022, because its bug appears in plain schedules in which vLLM preempts a request."""
+    """Apply KVF022, because its bug needs no injected fault, only a request that vLLM preempts."""
     adapter = import_module(ADAPTER)
     impl = adapter.LMCacheConnectorV1Impl
     impl.build_connector_meta = kvf022.fix(adapter)(impl.build_connector_meta)

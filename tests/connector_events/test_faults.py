@@ -34,7 +34,7 @@ class Odd:
 
 
 def play_all() -> dict[str, Any]:
-    # These two schedules would have fewer events with draft models and pauses.
+    # Leave out draft models and pauses, because both would reduce the number of events.
     schedules = [draw(3, connector, plain=True, lacks=("drafter", "pause")) for connector in ("v1", "mp")]
 
     def decided() -> list[Any]:

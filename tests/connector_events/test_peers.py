@@ -52,7 +52,7 @@ def lose_aborts(pair: Any) -> None:
 
 
 def recorded(fault: str, seconds: float = 0.0, connector: str = "nixl-pull") -> str:
-    """Play a prefill and a decode engine with this fault, then `seconds` without requests. Return the recorder file."""
+    """Run a prefill and a decode engine with this fault, then `seconds` without requests. Return the recording."""
     os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-test-")
     from kvfix_tools.lab.engine.lab_engine import STEP
 

@@ -62,7 +62,7 @@ class Playing:
 
 
 def forked(alone: list[str]) -> dict[str, Any]:
-    """Fork while an engine plays. The engine continues in the parent, and the child plays a second engine."""
+    """Fork while an engine plays a schedule. The parent continues this engine, and the child plays a second engine."""
     engine = Playing(SEEDS[0])
     assert session.events
     read, write = os.pipe()

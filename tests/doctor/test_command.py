@@ -44,7 +44,7 @@ def test_the_json_is_stable(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 def test_no_secret_is_printed(tmp_path: Path) -> None:
-    """lmcache.yaml, the environment, the command and URLs contain a secret. The report quotes wrong settings."""
+    """lmcache.yaml, the environment, the command and URLs contain a secret. The report must hide the secret."""
     secret = "hunter2hunter2"
     (tmp_path / "lmcache.yaml").write_text(
         f"remote_url: redis://:{secret}@no-such-host.invalid:1\nchunk_size: 'api_key={secret}'\n"

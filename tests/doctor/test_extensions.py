@@ -47,7 +47,7 @@ def without(content: bytes) -> bytes:
 
 
 def for_cuda_12() -> bytes:
-    """Return LMCache 0.3.10's c_ops, built for CUDA 12. The copy needs a missing libcudaX instead of torch's libc10."""
+    """Return LMCache 0.3.10's c_ops for CUDA 12, changed to need the missing library libcudaX, not torch's libc10."""
     return next((RELEASES / "0.3.10/lmcache").glob("c_ops*.so")).read_bytes().replace(b"libc10.so\0", b"libcudaX.\0")
 
 

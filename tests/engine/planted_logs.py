@@ -40,7 +40,7 @@ from tests.engine.vllm_server import Request, Server
 
 #: ANSWER: maximum seconds for an answer. END: maximum seconds from the signal SIGTERM to the end of the engine.
 ANSWER, END = 60, 40
-#: Checks of kvfix doctor that examine this host, and so cannot show the planted fault.
+#: The program leaves out these checks of kvfix doctor, because they examine this host, not the settings of a case.
 _OF_THE_MACHINE = ("extensions", "gpu", "pinned-memory", "locked-memory", "program")
 REQUESTS: list[Request] = [(prompt(300, seed), 6) for seed in range(1, 5)]
 #: The kv_transfer_config for each value of `transfer` in planted_logs.toml.
@@ -115,7 +115,7 @@ def process_named(server: Server, name: str) -> int:
 
 
 class Run:
-    """One run of a case. values: texts for words such as `$FREE`. warned: problems that kvfix doctor reports."""
+    """One run of a case. values: {word: text}, such as FREE for `$FREE`. warned: problems that kvfix doctor reports."""
 
     def __init__(self, case: Case, folder: Path, stack: ExitStack) -> None:
         self.case, self.folder = case, folder
@@ -194,7 +194,7 @@ class Run:
             pass
 
     def nixl_pair(self) -> None:
-        """Send each request to prefill and then to decode, as a proxy does. `change` changes parameters for decode."""
+        """Send each request to prefill, then to decode. From request 2 on, `change` changes decode's parameters."""
         asks = {"do_remote_decode": True, "do_remote_prefill": False}
         with (
             self.running("prefill", keys={"kv_role": "kv_producer"}) as prefill,

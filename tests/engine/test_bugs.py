@@ -84,7 +84,7 @@ def test_statistics_of_an_aborted_request(apply: bool, tmp_path: Path, newest_se
 
 @APPLY
 def test_polls_of_a_waiting_request_in_vllms_own_copy(apply: bool, tmp_path: Path, server_of_046) -> None:  # type: ignore[no-untyped-def]
-    """Each lookup of a request that waits for blocks counts the hit as stored again. So LMCache stores too little."""
+    """While a request waits for blocks, each lookup adds the hit to the stored tokens. So LMCache stores too little."""
     long, other = prompt(900, 21 + apply), prompt(640, 23 + apply)  # the cases share one server
     rounds = [[(long[:512], 1)], [(other, 40), (long, 2)], [(long, 2)]]
     upstream = {"LMCACHE_USE_UPSTREAM_MP": "1"}
@@ -127,7 +127,7 @@ def test_a_worker_that_does_not_answer_lookups(apply: bool, tmp_path: Path) -> N
 
 
 def test_a_preempted_request_whose_worker_is_in_the_schedulers_process(tmp_path: Path) -> None:
-    """vLLM preempts and resumes a long prefill, and later loads the KV. Only with kvfix, both answers are equal."""
+    """vLLM preempts and resumes a prefill. The repeated request loads KV. Only with kvfix, the answers are equal."""
 
     def twice(seed: int) -> list[list[tuple[list[int], int]]]:
         other, preempted = (prompt(300, seed), 60), (prompt(900, seed + 1), 8)

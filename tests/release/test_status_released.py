@@ -29,7 +29,7 @@ def root(dist: str) -> Path:
 
 
 def publish(index: Path, dist: str, version: str, changes: dict[str, str | None] | None = None) -> None:
-    """Write into `index` a wheel with the files that fixes patch. changes: new text of a file, or None to omit it."""
+    """Write into `index` a wheel with the files that fixes patch. changes: {file: new text, or None to omit it}."""
     names = {_file(target) for fix in catalogue.fixes() for target in fix.targets if target.dist == dist}
     texts = {name: (root(dist) / name).read_text() for name in sorted(names) if (root(dist) / name).is_file()}
     texts = {name: text for name, text in {**texts, **(changes or {})}.items() if text is not None}

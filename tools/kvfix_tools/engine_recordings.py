@@ -64,7 +64,7 @@ class Clock(NamedTuple):
 
     @classmethod
     def within(cls, ahead: int, lows: list[int], highs: list[int]) -> "Clock":
-        """Return a clock. ahead: estimate by wall clocks. If the estimate is out of bounds, use the nearest bound."""
+        """Return a clock. ahead: estimate from wall clocks. If the estimate is out of bounds, use the nearest bound."""
         low, high = max(lows, default=None), min(highs, default=None)
         ahead = ahead if low is None else max(ahead, low)
         return cls(ahead if high is None else min(ahead, high), low, high)
@@ -83,7 +83,7 @@ class Compared(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Engine:
-    """One replica of an engine, with one connector. scheduler: None if not recorded. ranks: 0 if unknown."""
+    """A replica of an engine, with one connector. scheduler: None if not recorded. ranks: how many, 0 if unknown."""
 
     name: str
     connector: str
@@ -126,7 +126,7 @@ class Engine:
         return Clock.within(ahead, lows, highs)
 
     def history(self, request: str) -> list[tuple[Part, Entry]]:
-        """Return all processes' entries of a request, by time. `mono` is converted to the scheduler's clock."""
+        """Return a request's entries of all processes, sorted by time. `mono` is converted to the scheduler's clock."""
         return self._by_request.get(request, [])
 
     @cached_property
@@ -150,7 +150,7 @@ def engines(recordings: Iterable[Recording]) -> list[Engine]:
             role = line.get("role")
             if not role:  # this line is about vLLM's scheduler, not about a connector
                 continue
-            # A MultiConnector may have two connectors of one class. On one GPU, one process has both roles.
+            # A MultiConnector may have two connectors of one class. On one GPU, scheduler and worker share a process.
             counts[line["name"], role] = nth = counts.get((line["name"], role), -1) + 1
             name = f"{line.get('engine', '?')}.{line.get('replica', 0)}"
             entries = [entry for entry in recording.entries if entry.connector == number]
@@ -171,7 +171,7 @@ def _engine(name: str, connector: str, parts: list[Part]) -> Engine:
 
 
 def processes(recordings: Iterable[Recording]) -> list[Recording]:
-    """Merge the files of each process into one recording. Each file has only the last events before its creation."""
+    """Merge the files of each process into one recording. Each file has only the last events before kvfix wrote it."""
     by_process: dict[tuple[str, str, int, int], list[Recording]] = {}
     for recording in recordings:
         by_process.setdefault(recording.process, []).append(recording)
@@ -230,7 +230,7 @@ def _key(event: ev.LoadDue | ev.Stored) -> tuple[str, ...]:
 
 
 def _anchors(due: list[tuple[str, ...]], started: list[tuple[str, ...]]) -> list[tuple[int, int]]:
-    """Return index pairs of equal events. Return [] if the orders differ, as in recordings of two engines."""
+    """Return index pairs of equal events. Return [] if the orders differ, as in recordings of different engines."""
     once = {key for key, count in Counter(due).items() if count == 1}
     once &= {key for key, count in Counter(started).items() if count == 1}
     places = {key: at for at, key in enumerate(started)}

@@ -83,11 +83,11 @@ def scenarios(connector: str) -> dict[str, Any]:
 
 
 def fuzzed(connector: str, steps: int) -> dict[str, Any]:
-    """Run each seed without and with the fixes. Return the seeds whose violations are worse with the fixes.
+    """Run the random schedule of each seed without and with the fixes. Return the seeds with worse violations.
 
-    A run ends when the engine dies, so the run with the fixes can be longer, and can violate more rules. A rule counts
-    if no seed violates this rule without the fixes. A rule about wrong output also counts if this seed is clean without
-    the fixes.
+    A run ends when the engine dies, so the run with the fixes can be longer, and can violate more rules. So a worse
+    rule counts only if no run without the fixes violates the rule. A rule about wrong output also counts if the same
+    seed violates no rule without the fixes.
     """
     from kvfix_tools.lab.fuzz import fuzz_run
 

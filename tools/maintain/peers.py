@@ -4,8 +4,8 @@
 
 `--anew` runs the tests (.cache/peers) twice without kvfix. tests/peers/<dist>-<release>.json gets the number of passed
 tests and lists all other tests. Without this file, `--anew` is the default. Tests that fail only with kvfix run again
-in one process, with kvfix and without. exceptions.json names tests that must fail with kvfix. Exit 1 if a named test
-does not fail, or if a test was not run. Exit 1 if another test fails in both runs with kvfix, and passes without kvfix.
+in one process, once with and once without kvfix. exceptions.json names tests that must fail with kvfix. Exit 1 if a
+named test does not fail, if an unnamed test again fails only with kvfix, or if a test that should pass was not run.
 """
 
 import json
@@ -43,12 +43,12 @@ class Suite(NamedTuple):
 
     @property
     def file(self) -> Path:
-        """The file with the result without kvfix: the number of passed tests, and the outcomes of all other tests."""
+        """The path of the file with the result of the runs without kvfix (see `baseline`)."""
         return KEPT / f"{self.dist}-{self.release}.json"
 
 
 def suite(dist: str) -> Suite:
-    """Return the suite of this distribution. Raise SystemExit if the folder with its tests is missing."""
+    """Return the suite of this distribution. Raise SystemExit if the folder with the tests is missing."""
     release = installed_source.version(dist).partition("+")[0]
     folder = ROOT / ".cache/peers" / f"{dist}-{release}"
     if not folder.is_dir():
@@ -157,7 +157,7 @@ def compare(suite: Suite, mode: str) -> dict[str, Any]:
 
 
 def exceptions(dist: str, mode: str) -> dict[str, str]:
-    """Return {test without parameters: why the test must fail in this mode}."""
+    """Return {name of a test, without pytest's parameters: why the test must fail in this mode}."""
     known = json.loads(EXCEPTIONS.read_text()) if EXCEPTIONS.exists() else []
     return {each["test"]: each["why"] for each in known if each["dist"] == dist and mode in each["modes"]}
 

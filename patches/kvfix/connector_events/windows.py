@@ -50,7 +50,7 @@ class Stores:
     def step(self, metadata: Any, output: Any) -> Iterator[ev.BlocksLost]:
         """Yield an event for each chunk with lost blocks.
 
-        For a chunk of the last step, yield an event only if this step writes to one of the lost blocks.
+        For a chunk stored in the previous step, yield an event only if this step writes to one of the lost blocks.
         """
         stores = [meta for meta in metadata.requests if meta.direction == "STORE"]
         if not (stores or self._last):

@@ -46,7 +46,7 @@ class Target:
     dist, module, function: e.g. "lmcache", "lmcache.integration.vllm.vllm_v1_adapter",
         "LMCacheConnectorV1Impl.get_num_new_matched_tokens".
     broken: the releases whose code is wrong (PEP 440 specifiers). kvfix compares the installed function with the
-        fingerprints of these releases (fingerprints.json), and does not look at the installed version number.
+        fingerprints of these releases (fingerprints.json). The installed version number does not matter.
     probe: (function, module) -> True if the function shows the bug when the probe calls the function with stubs. A
         probe takes milliseconds. kvfix runs the probe only if the function's code is not the code of any known release.
         If the probe is None or raises, kvfix refuses the fix for unknown code.
@@ -117,8 +117,8 @@ class Fix:
     opt_in: True if the user must name the fix (`--plus`). A fix that is not opt-in acts within one engine or server,
         and changes no key, no stored layout, no message to a peer and no scheduling policy.
     attaches: ALL_REQUESTS, NEW_REQUESTS or AT_START.
-    on_fault: the effect if the code of the fix raises. With "original", the function works as without the fix. With
-        "closed", a load fails, a store is skipped or 0 tokens are promised. "" derives the effect from the targets.
+    on_fault: the result of an error in the fix's code. With "original", the function works as without the fix. With
+        "closed", a load fails, a store is skipped or 0 tokens are promised. By default, the targets decide.
     let_go: releases engine objects that the fix keeps. kvfix calls this function after removing the wrappers.
     harmless: for an unfixable bug, () -> the reason why the bug does no harm in this process, or "" if it can do harm.
     """

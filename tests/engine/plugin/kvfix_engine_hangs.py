@@ -87,7 +87,7 @@ def hook_waits(connector: Any) -> None:
 
 #: For each hang, the function that plants the hang in a connector.
 HANGS: dict[str, Callable[[Any], None]] = {
-    # the worker's lookup thread ends as after an uncaught exception (first hang), or waits for ever (second hang)
+    # In the first two hangs, the worker's lookup thread ends, as after an uncaught exception, or waits for ever.
     "lookup_thread_ends": lambda connector: _before(connector._lmcache_engine.lmcache_engine, "lookup", sys.exit),
     "lookup_thread_waits": lambda connector: _before(
         connector._lmcache_engine.lmcache_engine, "lookup", threading.Event().wait

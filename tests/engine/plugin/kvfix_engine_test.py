@@ -12,7 +12,7 @@ from importlib.machinery import SourceFileLoader
 from typing import Any
 
 REPORT = os.environ.get("KVFIX_TEST_REPORT", "")
-#: For each module, the function to call after the import. With KVFIX_TEST_REAL_CONNECTOR, LMCache's GPU connector runs.
+#: {module: function to call after the import}. With KVFIX_TEST_REAL_CONNECTOR, LMCache's own GPU connector runs.
 STAND_INS = {
     **({} if os.environ.get("KVFIX_TEST_REAL_CONNECTOR") else {"lmcache.v1.gpu_connector": "current_releases"}),
     "lmcache.integration.vllm.vllm_v1_adapter": "early_releases",
@@ -22,7 +22,7 @@ STAND_INS = {
 
 
 def platform() -> str | None:
-    """Return the class of the platform. vLLM calls this function in every process before it chooses a platform."""
+    """Return the class of the platform. In every process, vLLM calls this function to choose the platform."""
     return "kvfix_engine_ray.RayCpuPlatform" if "KVFIX_TEST_RAY" in os.environ else None
 
 
@@ -115,7 +115,7 @@ def after(connector: Any, name: str, act: Callable[..., Any]) -> None:
 
 
 def note_grants_and_loads(connector: Any) -> None:
-    """Note grants in the scheduler, finished loads in the worker, and how many objects LMCache's scheduler keeps."""
+    """Note tokens that vLLM will load (grants), finished loads, and how many objects LMCache keeps in the scheduler."""
 
     def grant(_: Any, request: Any, blocks: Any, external: int) -> None:
         if external:

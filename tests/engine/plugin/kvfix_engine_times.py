@@ -7,7 +7,7 @@ from typing import Any
 
 
 class OwnTime:
-    """Counts the `seconds` of kvfix and the `calls` of wrapped functions since the creation of this object."""
+    """Counts kvfix's processor time (`seconds`) and the `calls` of wrapped functions, from the object's creation on."""
 
     def __init__(self, functions: Iterable[Any]) -> None:
         self._outside, self._inside = Spent(), Spent()

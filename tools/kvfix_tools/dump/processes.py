@@ -31,7 +31,7 @@ def tree(pid: int) -> list[Process]:
     """Return this process and all its descendants, parents first, or [] if the process does not exist.
 
     vLLM sets process titles (setproctitle). A title overwrites a part of the environment in /proc, so kvfix takes
-    missing settings from the parent. If the parent lacks KVFIX_DUMP_DIR too, `kvfix dump` uses its own value.
+    missing settings from the parent. If the parent lacks KVFIX_DUMP_DIR too, kvfix uses the value of its own process.
     """
     try:
         pids = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
@@ -49,7 +49,7 @@ def tree(pid: int) -> list[Process]:
 
 
 def elsewhere(tree: list[Process]) -> list[Process]:
-    """Return the engine's processes on this node that `tree` lacks. A Ray worker, for example, is a raylet's child."""
+    """Return the engine's processes on this node that `tree` lacks. For example, Ray's daemon starts a Ray worker."""
     engines = {engine for process in tree for engine in ready(process).get("engines", ())}
     found: list[Process] = []
     for directory in dict.fromkeys(process.directory for process in tree):

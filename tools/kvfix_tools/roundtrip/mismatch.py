@@ -1,4 +1,4 @@
-"""Classify the wrong words of a region, and describe the first wrong word as text."""
+"""Classify the wrong words (8 bytes each) of a region of memory, and describe the first wrong word as text."""
 
 from collections import Counter
 from typing import NamedTuple

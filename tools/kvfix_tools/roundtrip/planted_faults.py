@@ -22,7 +22,7 @@ FAULTS = {
 
 
 def plant(fault: str, transfer: Transfer, check: CellCheck) -> None:
-    """Make a transfer write wrong words into some rows. Raise Refused if the cell (a test case) cannot show it."""
+    """Let a transfer write wrong words to some rows. Raise Refused if the cell (a test case) cannot show the fault."""
     geometry, cell = check.geometry, check.cell
     if fault == "swap-kv" and geometry.layout.latent:
         raise Refused("MLA has no K and V to swap")

@@ -22,7 +22,7 @@ from kvfix_tools.roundtrip.region import Coordinates, Expected, Region
 
 @dataclass
 class DeferredStream:
-    """A stand-in for a CUDA stream that queues work. `Race.finish` runs fast streams before slow streams."""
+    """A queue of work in place of a CUDA stream. `Race.finish` runs the work of fast streams before slow streams."""
 
     slow: bool
     queue: deque[Work] = field(default_factory=deque)
@@ -47,7 +47,7 @@ class DeferredStream:
 
 
 class Race(CellCheck):
-    """Check one cell (a test case) while the transfer of the backend `torch` runs at the same time as other work."""
+    """Check one cell (a test case). Other work runs at the same time as the cell's transfer by the backend `torch`."""
 
     def __init__(self, cell: Cell, device: torch.device, events: bool, result: Result | None) -> None:
         super().__init__(cell, device, result)
@@ -169,7 +169,7 @@ def early_reuse(race: Race) -> None:
 
 
 def neighbours(race: Race) -> None:
-    """During a store and a load, write to all other slots, even to other slots of the stored and loaded blocks."""
+    """During a store and a load, write to all slots that are neither stored nor loaded, even in the same blocks."""
     race.cache.fill(everywhere(FIRST))
     copier, hostile, loader = race.stream(slow=True), race.stream(), race.stream()
     both = torch.cat([race.source, race.target])

@@ -14,7 +14,7 @@ from kvfix_tools.verify.report import ALONE, UNDER_LOAD, Case, Confirmation, Out
 STORING = 20.0  # maximum seconds to wait for free blocks, because a connector may still store the last requests' blocks
 #: To find the chunk size, kvfix sends SURVEY prompts up to SURVEYS times, because a connector may store KV late.
 SURVEY, SURVEYS = 8, 3
-SUSPECTS = 3  # maximum number of kinds of prompts to test again, in the order of their largest difference
+SUSPECTS = 3  # maximum number of kinds of prompts to test again, those with the largest differences first
 FEWEST_CONTROLS = 12  # with fewer controls (defined in compare.py), the run cannot tell wrong KV from noise
 EVERY = 4  # under load, kvfix sends and aborts one extra request per 4 requests. One of 4 answers is longer (`_tokens`)
 NEVER_ASKED = "vLLM never asked a connector. Start vLLM with --kv-transfer-config and kv_role kv_both"
@@ -102,7 +102,7 @@ class Rounds:
         return ""
 
     def _compute(self, prompts: list[Prompt]) -> list[Case]:
-        """Compute all prompts, then measure controls while the GPU's prefix cache still holds the prompts."""
+        """Compute all prompts. Then measure controls (compare.py), while the GPU's prefix cache still has their KV."""
         cases: list[Case] = []
         for group in self._groups(prompts):
             self.say(f"cold: {len(cases)} of {len(prompts)} prompts")
@@ -192,7 +192,7 @@ class Rounds:
         return math.ceil(1.1 * self.capacity / (self.sizes.longest - self.sizes.block)) + 1
 
     def _at_once(self, server: Server, cases: list[Case], aborts: bool = False) -> list[Reply]:
-        """Send all requests from several clients, and return the answers. aborts: also abort extra requests."""
+        """Send all requests from several clients. Return the answers. aborts: also send and abort extra requests."""
         clients = self.clients
         if aborts and self.can_preempt:  # send twice as many requests at once as fit into the GPU's blocks
             clients = max(clients, 2 * self.capacity * len(cases) // sum(case.computed.prompt_tokens for case in cases))
@@ -223,7 +223,7 @@ class Rounds:
         return 0 < self.capacity <= 24 * self.sizes.longest
 
     def _tokens(self, number: int) -> int:
-        """Make some answers a block longer, to cause preemptions."""
+        """Return the length of an answer. Some answers are a block longer, to cause preemptions."""
         return self.sizes.block + TOKENS if self.can_preempt and number % EVERY == 0 else TOKENS
 
     def _groups(self, prompts: list[Prompt]) -> Iterator[list[Prompt]]:

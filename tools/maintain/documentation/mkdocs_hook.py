@@ -67,7 +67,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Replace the marks in a page by generated text. To make room for wide tables, hide the table of contents."""
+    """Replace the marks in a page by generated text. On pages in _LISTS, hide the table of contents to make room."""
     if page.file.src_uri in _LISTS:
         page.meta.update(search={"exclude": True}, hide=["toc"])
     for mark, made in MARKS.items():

@@ -1,7 +1,7 @@
 """Make the page "Is my pair safe?" (theme/pair.js) from the fingerprints and docs/matrix.json (`make matrix`).
 
-For some pairs, mostly pairs of old releases, the lab has no result about a bug. The fingerprints then show if the
-released code has the bug. Without the fingerprints, the page would show the bug as absent.
+A pair is a vLLM release and an LMCache release. For some pairs, mostly pairs of old releases, the lab has no result
+about a bug. The fingerprints then show if the code has the bug. Otherwise the page would show the bug as absent.
 """
 
 import json
@@ -19,8 +19,8 @@ from maintain.documentation.markdown import span, table
 from maintain.scenario_matrix import Pairs
 
 FIXED, NOT_FIXED, CLEAN, NOT_PLAYED = "bug, fixed", "bug, **not fixed**", "no bug", "-"
-#: Letters for the cells in the data of the page. The second line has the letters for NOT_PLAYED. C: the code has the
-#: bug. r: the code does not have the bug. -: neither release has a function that the fix changes.
+#: Letters for the cells in the data of the page. A cell that is NOT_PLAYED gets one of the last three letters. C: the
+#: code has the bug. r: the code does not have the bug. -: neither release has a function that the fix changes.
 _LETTERS = {FIXED: "F", NOT_FIXED: "N", CLEAN: "c"}
 _IN_THE_CODE, _RIGHT, _ABSENT = "C", "r", "-"
 

@@ -9,8 +9,8 @@ Symptom: EngineCore dies with one of these errors:
 At the second lookup of the request, LMCache may log: `LMCache hit tokens: 256, need to load: -80`.
 
 Cause: At the first `get_num_new_matched_tokens` of a request, the lookup client caches the hit. If there are too few
-free blocks, vLLM calls the function again. The second call returns the cached hit. This call subtracts neither the
-computed tokens nor the last token of a full hit, which vLLM must recompute. `update_state_after_alloc` compares the
+free blocks, vLLM calls the function again. The second call returns the whole cached hit. LMCache does not subtract the
+computed tokens, or the last token of a full hit, which vLLM must recompute. `update_state_after_alloc` compares the
 returned number with the LoadSpec, and raises.
 
 Fix: The correct result is `max(0, hit - computed - (1 if the hit is the whole request else 0))`. If LMCache returns
@@ -23,7 +23,7 @@ from kvfix.fixes.api import LMCACHE_V1, Any, Fix, fix_after, stubs
 from kvfix.ledger.events import balance
 
 
-# The hook returns None while the lookup is running, and 0 if there is nothing to load. Neither needs a correction.
+# The hook returns None while the lookup is running, and 0 if there is nothing to load. Both results are right.
 @fix_after(when=lambda impl, promised, *_, **__: promised)
 def fix(impl: Any, promised: int, request: Any, num_computed_tokens: int) -> int:
     spec = impl.load_specs.get(request.request_id)

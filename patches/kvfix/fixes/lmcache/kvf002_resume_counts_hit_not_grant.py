@@ -9,9 +9,9 @@ LMCache 0.3.10 does not raise. LMCache stores chunks for a token list with a gap
 
 Cause: The LoadSpec holds the number of the request's tokens that LMCache has. On a resume, the connector asserts that
 vLLM has computed exactly this number of tokens. The two numbers differ in five cases. First, the connector promised
-fewer tokens (`min_retrieve_tokens`). Second, vLLM loads nothing from LMCache (prompt_logprobs, another connector of a
-MultiConnector). Third, vLLM's prefix cache has more tokens than LMCache (up to 0.3.10.post2). Fourth, vLLM recomputes
-the last token of a full hit (up to 0.4.2). Fifth, kv_role or lookup client prevents lookups, so there is no LoadSpec.
+fewer tokens (`min_retrieve_tokens`). Second, vLLM loads nothing from LMCache, because of prompt_logprobs or another
+connector. Third, vLLM's prefix cache has more tokens than LMCache (up to 0.3.10.post2). Fourth, vLLM recomputes the
+last token of a full hit (up to 0.4.2). Fifth, kv_role or the lookup client prevents lookups, so there is no LoadSpec.
 
 Fix: The fix uses vLLM's number of computed tokens. If a resumed request loads nothing, the fix writes this number into
 the LoadSpec before `build_connector_meta`, and restores the LoadSpec afterwards. If the request loads tokens, the fix

@@ -1,7 +1,7 @@
 """EngineCore dies with `max_tokens_per_load`: LMCache promises the whole cap, but loads only up to a chunk boundary.
 
 Symptom: EngineCore dies with `AssertionError: Mismatch in tokens to load: 1024 vs 1024 (tokens in lmcache) - 80 (tokens
-in vllm) - 0 (...)`. The error occurs if LMCache has more new tokens than the cap, and vLLM's hit ends within a chunk.
+in vllm) - 0 (...)`. The error needs a load that is longer than the cap, and a hit of vLLM that ends within a chunk.
 
 Cause: `get_num_new_matched_tokens` promises the whole cap, but writes a LoadSpec that ends at the chunk boundary below
 `computed + cap`. With 80 computed tokens and a cap of 1,024, the hook promises 1,024 tokens, but the LoadSpec ends at

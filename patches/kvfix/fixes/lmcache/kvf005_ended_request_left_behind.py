@@ -6,8 +6,8 @@ of the ended request. LMCache then logs `Num retrieved tokens: 0, num expected t
 
 Cause: A lookup pins the chunks that it finds, and LMCache keeps the hit until vLLM admits the request. If the client
 disconnects earlier, the pins and the hit leak, because `request_finished` releases neither. The workers release pins
-only for requests that are in a step's metadata. With asynchronous loading, fetched chunks also leak if a request is
-aborted while another connector of a MultiConnector loads the request's KV.
+only for requests that are in a step's metadata. With asynchronous loading, an abort also leaks the fetched chunks if
+another connector of a MultiConnector loads the request's KV.
 
 LMCache removes priority and decode instance (`disagg_spec`) at admission, but not when vLLM resumes a request.
 

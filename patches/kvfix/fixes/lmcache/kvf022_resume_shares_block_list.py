@@ -12,7 +12,7 @@ LMCache calculates slots from this list. The slots then belong to wrong tokens, 
 tokens under valid keys. If a step leaves the request out, the worker later fills its block table from the wrong list.
 
 Fix: After `build_connector_meta`, before the worker runs, the fix gives the tracker of each resumed request a copy of
-the list. (A wrapper of `update` would take a sixth of the time of a step with 256 requests.)
+the list. kvfix does not wrap `update`, because with 256 requests the wrapper would take a sixth of each step's time.
 - Releases: LMCache 0.3.10 to 0.5.6 with vLLM's model runner V1. vLLM 0.32 uses V2 for most models on a GPU. V2 copies
   the list, and handles a resumed request as a new one. The multi-process connectors copy the list too.
 - Remove when: LMCache copies the list.
@@ -39,7 +39,7 @@ def fix(impl: Any, answer: Any, scheduler_output: Any) -> None:
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
-    """Resume a request with two blocks, then append a block in the worker. With the bug, the tracker has three."""
+    """Resume a request. Then append a block in the worker. With the bug, the tracker's list also gets this block."""
     tracker, blocks = adapter.RequestTracker(stubs.NAME, 48, [0] * 16, [0]), [1, 2]
     since_0_3_11 = "all_token_ids" in inspect.signature(hook).parameters
     hook(tracker, [0] * 16, (blocks,), True, **({"all_token_ids": [0] * 48} if since_0_3_11 else {}))

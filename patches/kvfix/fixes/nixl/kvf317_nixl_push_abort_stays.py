@@ -8,11 +8,11 @@ that wait for KV. This entry should make the worker notify the prefill engine (p
 push mode, start_load_kv only records the request as waiting (push_worker.py 0.32.0:197), and no block ever arrives.
 The worker of pull mode does not record the request (pull_worker.py 0.32.0:73).
 
-The worker also keeps a request whose tokens are all in another connector of a MultiConnector, or in vLLM's own prefix
-cache. Because update_state_after_alloc skips this request (push_scheduler.py:160), request_finished adds it too.
+The worker also keeps a request whose tokens all come from another connector, or from vLLM's own prefix cache.
+For this request update_state_after_alloc returns early (push_scheduler.py:160). So request_finished adds the request.
 
-Fix: After start_load_kv, the fix removes a request without blocks from `_recving_metadata`. With and
-without the fix, the prefill engine keeps the blocks of the request until their lease ends.
+Fix: After start_load_kv, the fix removes a request without blocks from `_recving_metadata`. The fix does not notify the
+prefill engine. So the prefill engine still keeps the blocks of the request until their lease ends.
 - Remove when: The worker does not record a request without blocks.
 """
 

@@ -6,7 +6,7 @@ Cause: With `bidirectional_kv_xfer` request_finished keeps the blocks of every r
 the next turn's prefill (pull_scheduler.py 0.32.0:247-278). The worker starts a lease for these blocks only if
 update_state_after_alloc reports the request. This function reports only requests with `do_remote_prefill` or
 `do_remote_decode` (:122-125). If decode computes a prompt itself, the router sends neither parameter. So no lease
-begins or ends.
+begins, and vLLM never frees these blocks.
 
 Fix: After update_state_after_alloc, the fix tells the worker about each request whose blocks will be kept.
 - Remove when: vLLM keeps only the blocks of requests that the worker knows.

@@ -4,25 +4,25 @@ Symptom: The prefill engine logs `Releasing expired KV blocks for request ...`, 
 unrecognized request ... were retrieved by a decode worker. They may have expired.` The decode engine logs nothing.
 
 Cause: The prefill engine keeps the blocks for `kv_lease_duration` (30 s by default), and longer if the decode engine
-renews the lease with heartbeats (base_worker.py 0.32.0:3042). If the router or an engine hangs for longer, the prefill
-engine frees the blocks. The decode engine does not know when the lease ends. vLLM sets `remote_blocks_expiry_time` only
-for the other direction, where prefill reads from decode (pull_scheduler.py 0.32.0:269). NIXL does not check the lease.
+renews the lease with heartbeats (base_worker.py 0.32.0:3042). If the router or the decode engine hangs for longer than
+the lease, the prefill engine frees the blocks. The decode engine does not know when the lease ends. vLLM sets
+`remote_blocks_expiry_time` only if prefill reads from decode (pull_scheduler.py 0.32.0:269). NIXL ignores leases.
 
 Fix: With the fix, the prefill engine tells the decode engine when the lease ends. The decode engine adds the time by
-which its heartbeats have renewed the lease. A read that ends after the lease fails, and `kv_load_failure_policy`
-decides. The fix does nothing with `bidirectional_kv_xfer`, because vLLM then uses `remote_blocks_expiry_time` itself.
+which its heartbeats have renewed the lease. If a read ends after the lease, the fix reports a failed load, and vLLM
+applies `kv_load_failure_policy`. With `bidirectional_kv_xfer`, vLLM checks the time itself, and the fix does nothing.
 
 Mixed roll-out: Use the fix in the prefill and the decode engine, or in neither. Otherwise, the decode engine still
 reads blocks whose lease has ended. The prefill engine adds `remote_blocks_expiry_time` to the returned
 `kv_transfer_params`. The router must pass this key on. A decode engine with `bidirectional_kv_xfer` declines reads
-after the time in this key, even if heartbeats renewed the lease. Set `bidirectional_kv_xfer` in both engines or none.
+after the time in this key, even if heartbeats renewed the lease. So both engines need the same `bidirectional_kv_xfer`.
 - Remove when: vLLM fails a read that ends after its lease.
 """
 
 from kvfix.fixes import _closed, _nixl, api
 from kvfix.fixes.api import NEW_REQUESTS, Any, Fix, Steps, View, fix_after, fix_around, replaced
 
-#: The fix does not count a heartbeat of a lease's last MARGIN seconds, because this heartbeat may come too late.
+#: The fix ignores heartbeats sent in a lease's last MARGIN seconds, because they may arrive after the lease's end.
 MARGIN = 1.0
 
 
@@ -33,7 +33,7 @@ def _ended(connector: Any, answer: tuple[bool, Any], *_: Any, **__: Any) -> tupl
 
 @fix_after(when=lambda impl, answer, *_: answer[0] and not impl.is_bidirectional_kv_xfer_enabled, on_fault=_ended)
 def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any) -> None:
-    # kvfix counts a returned result as an action of the fix. Adding this key must not count, so return nothing.
+    # A returned result would count as an action of the fix. But the fix acts only later, in the decode engine.
     answer[1]["remote_blocks_expiry_time"] = connector._reqs_need_send[request.request_id]
 
 

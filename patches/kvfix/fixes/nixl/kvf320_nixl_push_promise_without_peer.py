@@ -1,7 +1,7 @@
 """EngineCore dies at one request: NixlPushConnector promises tokens without knowing which engine pushes them.
 
-Symptom: EngineCore of the decode engine dies with `KeyError: 'remote_engine_id'`, or another key of
-`kv_transfer_params`, in `update_state_after_alloc` or `build_connector_meta`. Or the worker of the decode
+Symptom: EngineCore of the decode engine dies in `update_state_after_alloc` or `build_connector_meta`. The error is a
+`KeyError` for a key of `kv_transfer_params`, for example `KeyError: 'remote_engine_id'`. Or the worker of the decode
 engine dies with `TypeError`.
 
 Cause: The router or any client can set `kv_transfer_params`. If these parameters ask for a remote prefill,

@@ -14,7 +14,7 @@ from kvfix.fixes.api import NIXL_PUSH_SCHEDULER, PRIVATE, Any, Fix, fix_after, n
 
 
 def _not_pushed(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any, **__: Any) -> tuple[bool, Any]:
-    """Push no block. With KVF322, the decode engine's load then fails at its timeout."""
+    """Push no block. With KVF322, the load in the decode engine then fails after a timeout."""
     connector._newly_finished_push_blocks.pop(request.request_id, None)
     return answer
 

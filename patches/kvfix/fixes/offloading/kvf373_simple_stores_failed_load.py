@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection
 
 from kvfix.fixes.api import GO_ON, SIMPLE_SCHEDULER, Any, Fix, fix_before, note, stubs
 
-#: This attribute of the scheduler has for each store the GPU blocks that the scheduler drops when the store ends.
+#: Name of a scheduler's attribute, {store event: GPU blocks that the scheduler drops when the store ends}.
 _GIVEN_UP = "_kvfix_given_up"
 
 

@@ -10,7 +10,7 @@ asynchronous scheduling or model runner V2. Asynchronous scheduling and runner V
 Cause: vLLM schedules a step before it knows that a load of the previous step has failed. The new step reads the blocks
 of this load. vLLM drops the output of the failed step (scheduler.py 0.32.0:2088), but not the output of the next steps.
 `num_output_placeholders` continues to count the dropped output. With pipeline parallelism several chunks of a prompt
-are in flight, and vLLM keeps the output of the last chunk as the first token.
+are in flight, and vLLM keeps the output of the last chunk as the request's first token.
 
 The worker uses the last token that it sampled as the next token of the request (gpu_model_runner.py 0.32.0:1848).
 Runner V2 keeps its own count of tokens (gpu/model_runner.py 0.32.0:1464), even without asynchronous scheduling. If
@@ -60,7 +60,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def _is_ahead(scheduler: Any, of_stages: bool) -> bool:
-    """Return True if steps may be in flight after the failed step. of_stages: if True, pipeline stages count too."""
+    """Return True if steps after the failed step may be in flight. of_stages: also check for pipeline parallelism."""
     if scheduler.scheduler_config.async_scheduling or getattr(scheduler, "use_v2_model_runner", False):
         return True
     return of_stages and scheduler.vllm_config.parallel_config.pipeline_parallel_size > 1
@@ -69,7 +69,7 @@ def _is_ahead(scheduler: Any, of_stages: bool) -> bool:
 def _preempt(scheduler: Any, request: Any, preempted: Any) -> None:
     request._kvfix_compute = True
     if hasattr(scheduler, "_preempt_request"):
-        # One line, because no queue has the request between the two calls, and tests/lab/faults.py raises at each line.
+        # Keep both calls on one line: between the calls no queue has the request, and faults.py raises at each line.
         _ = scheduler.running.remove(request), scheduler._preempt_request(request, time.monotonic())
     else:  # 0.11
         scheduler.running.remove(request)
@@ -100,9 +100,9 @@ def compute(impl: Any, request: Any, num_computed_tokens: int) -> Any:
 
 # Up to 0.26, vLLM can drop outputs in flight only for all running requests together (`reset_prefix_cache`).
 
-#: Attribute of a scheduler: each request's first step with valid output; None until vLLM schedules this step.
+#: Name of a scheduler's attribute, {request id: its first step with valid output, or None before this step}.
 _VALID_FROM = "_kvfix_valid_from"
-#: Attribute of a scheduler: the step whose output vLLM handles now. Set if a load failed or outputs must be dropped.
+#: Name of a scheduler's attribute, the step whose output vLLM handles. Only `fix_output` sets the attribute.
 _CURRENT = "_kvfix_current_step"
 
 

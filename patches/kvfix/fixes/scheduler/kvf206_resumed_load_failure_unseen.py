@@ -4,7 +4,7 @@ Symptom: Only LMCache's `Request ... failed to load ... tokens across ... blocks
 preempted returns wrong text, also with kv_load_failure_policy "fail".
 
 Cause: vLLM looks for failed blocks only in the first `num_cached_tokens` tokens of each running request (scheduler.py
-0.15.1:2007). vLLM sets this number when it first schedules a request. A resumed request loads later tokens as well.
+0.15.1:2007). vLLM sets this number when it first schedules a request. A resumed request loads tokens past this number.
 
 Fix: In `_update_requests_with_invalid_blocks`, the fix raises `num_cached_tokens` to the end of the last failed block.
 - Upstream: None known. vLLM 0.20.2 no longer has the bug, and counts from `num_computed_tokens`.
@@ -39,7 +39,7 @@ def look_further(scheduler: Any, requests: Any, invalid_block_ids: Any, *_: Any)
 
 
 def shows_bug(hook: Any, scheduler: Any) -> bool:
-    """Let a block fail that was loaded when its request resumed. With the bug, vLLM does not see the failure."""
+    """Let the load of a block fail when a request resumes. With the bug, vLLM does not see the failure."""
     affected, *_ = _scheduler.roll_back(hook, stubs.request(32, num_computed_tokens=20, num_cached_tokens=0))
     return not affected
 

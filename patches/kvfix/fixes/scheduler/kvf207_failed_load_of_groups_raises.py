@@ -13,7 +13,7 @@ requests (`failed_recving`), because blocks of different groups may have the sam
 releases assume that a request has one list of blocks (0.26.0:2694). Since 0.5.6, LMCache reports the failed requests.
 
 Fix: The fix acts only with several KV groups and a connector of LMCache. If all requests with a failed block are
-waiting for their loads, the fix handles the requests like requests that the connector reports. With LMCache, all KV
+waiting for their loads, the fix treats each of these requests as a request with a failed load. With LMCache, all KV
 groups take blocks from one pool, so a block id belongs to one group only. Null block 0 belongs to no request.
 - Releases: vLLM 0.20.2 to 0.33.0, with LMCache's multi-process connector up to 0.5.5.
 - Upstream: https://github.com/vllm-project/vllm/issues/50687; fixed in LMCache 0.5.6.

@@ -5,16 +5,16 @@ between steps, the priority policy (`--scheduling-policy priority`) and `schedul
 
 Cause: vLLM first tries to schedule waiting requests that already hold blocks, in order of priority. `schedule` stops
 at the first request for which too few blocks are free (scheduler.py 0.32.0:1275-1282). vLLM admits a load if enough
-blocks stay free for the earlier requests (:1249). Without `scheduler_reserve_full_isl`, vLLM does not check that the
-blocks for the rest of the load's own prompt are free.
+blocks stay free for the requests admitted earlier (:1249). Without `scheduler_reserve_full_isl`, vLLM does not check
+that enough blocks are free for the prompt tokens after the load.
 
-With priorities, the first request in the queue may be the request that was admitted last. The other requests hold all
-blocks that they need, but vLLM does not reach the other requests. The first request waits for blocks of the other
-requests. The lock-out also occurs if the first request must still begin its load. This load may not use the blocks that
-vLLM reserves for the loads in flight (:1249).
+With priorities, the first request in the queue may be the request that was admitted last. Later requests in the queue
+hold all blocks that they need, but vLLM does not reach these later requests. The first request waits for their blocks.
+The lock-out also occurs if the first request must still begin its load. This load may not use the blocks that vLLM
+reserves for the loads in flight (:1249).
 
 Fix: The fix acts after a step that scheduled nothing because the first request lacked blocks. In the next step, the fix
-looks for the next request for which enough blocks are free. The fix moves this request to the front of the queue.
+finds the first waiting request for which enough blocks are free. The fix moves this request to the front of the queue.
 
 Mixed roll-out: Engines with and without the fix work together. The fix is opt-in because it reorders waiting requests.
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases have other queues, so this fix does not work there.
@@ -75,7 +75,7 @@ FIX = Fix(
     SCHEDULER.schedule(broken=">=0.32.0", fix=schedule),
     effect="hang",
     evidence={"KVD202": ""},
-    # After an idle step the fix runs another request first, even if other requests would soon free blocks.
+    # After an idle step the fix moves a later request to the front, even if vLLM would soon free more blocks.
     changes_healthy=("mp", "mp-in-tree"),
     no_patch={"vllm": "https://github.com/vllm-project/vllm/pull/45406 proposed a patch; vLLM must choose the order"},
     opt_in=True,

@@ -1,4 +1,4 @@
-"""KV cache tensors in vLLM's layout, whose elements the lab can check. The lab's slots are a view of the tensors.
+"""KV cache tensors in vLLM's layout, whose elements the lab can check. The lab's slots are stored in the tensors.
 
 The content of a slot (memory.py) has eight bytes. Element i of the slot holds byte (i modulo 8) of the content, XORed
 with a mark for the layer and the element. So the lab detects K in place of V, KV of another layer, a partly copied
