@@ -46,7 +46,7 @@ def commanded(name: str) -> Any:
 
 
 def faults() -> Any:
-    """For each connector, find a scenario that shows its fault. Return violations and the number of steps."""
+    """For each connector of FAULTS, play scenarios until one shows the fault. Return violations and number of steps."""
     found = {}
     with command.chosen(fixes=True):
         for name, rule in FAULTS.items():

@@ -110,7 +110,7 @@ def after_one_load(mode: str, skip: int | None) -> list[Any]:
             assert time.monotonic() < until
             time.sleep(0.01)
     else:
-        for waiting in "ro":  # request o only waits, and pins the chunks too
+        for waiting in "ro":  # request o pins the chunks too, but never loads them
             made.look_up(waiting)
     moved = 0
     if skip is None:
@@ -166,7 +166,7 @@ AFTER_ONE_LOAD = [
     ("", "0.5.5", 0, [[1, 0, True]]),  # wrong: the pin of request o is gone
     ("layers", "0.5.6", 0, [[1, 0, True]]),
     ("async", "0.3.15", None, [[2, 1, True]]),
-    # LMCache also fetches chunks that vLLM has. 0.4.1 frees only these chunks twice. 0.5.6 frees all chunks twice.
+    # LMCache also fetches the two chunks that vLLM has. 0.4.1 frees only these two twice. 0.5.6 frees all four twice.
     ("async", "0.4.1", 32, [[0, 0, False], [1, 0, True]]),
     ("async", "0.5.6", 32, [[0, 0, False]]),
 ]
@@ -243,7 +243,7 @@ def test_each_tenant_has_keys_of_its_own() -> list[Any]:
 
 @answers([0] * 4, [1] * 4)
 def test_a_load_leaves_the_pins_of_other_requests() -> list[int]:
-    """The adapter gives a load no request id, so KVF018 must find the request. Another request waits for the chunks."""
+    """The adapter passes no request id to a load, so KVF018 finds the id. Another request waits for the chunks."""
     worker = Worker()
     worker.step({"one": ""}, load=False)
     worker.found("r")
@@ -256,7 +256,7 @@ def test_a_load_leaves_the_pins_of_other_requests() -> list[int]:
 SHORT = [
     (False, 0, 64, ["dies", 0]), (False, 2, 64, [[], 2]), (["KVF026"], 0, 64, [[0, 1, 2, 3], 0]),
     (True, 2, 64, [[2, 3], 2]), (True, 4, 64, [[], 4]),
-    # One of two hit chunks is gone, so later chunks are computed from wrong KV. With KVF026 alone, LMCache stores them.
+    # One of two hit chunks is gone, so vLLM computes the rest from wrong KV. KVF026 alone lets LMCache store the rest.
     (["KVF026"], 1, 32, [[1], 4]), (True, 1, 32, [[1], 1]),
 ]  # fmt: skip
 

@@ -29,7 +29,7 @@ def test_the_first_chunk_after_a_failed_load_is_stored() -> list[list[int]]:
 
 @answers([True, True], [False, False])
 def test_a_step_beyond_the_blocks_of_its_request() -> list[bool]:
-    """Play a step beyond a request's last block. Return if the lab reports the step, and if a rule is violated."""
+    """Play a step beyond a request's last block. Return [the lab reports the step, a rule is violated]."""
     options = Options(num_blocks=18, async_scheduling=True, drafter="eagle", drafts=1, save_last=True)
     steps = (("stored_elsewhere", 0, 64), ("admit", "r", 0, 64, 2), ("fail_load", 0, 0))
     violations = [str(found) for found in late.play(Schedule(options, steps)).violations]
@@ -66,7 +66,7 @@ def test_a_resumed_request_of_a_kv_producer_leaves_no_hole() -> list[int]:
 @pytest.mark.parametrize(("is_fixed", "answer"), [(True, [False, False]), (False, [True, True])])
 @answers(also="answer")
 def test_blocks_kept_until_the_registration_ends_are_no_leak(is_fixed: bool) -> list[bool]:
-    """With KVF322, decode frees an aborted request's blocks when the registration ends. Without KVF322, blocks leak."""
+    """With KVF322, decode frees an aborted request's blocks after a timeout. Without KVF322, the blocks leak."""
     timeout = {"push_registration_timeout": 5.0}
     options = Options(connector="nixl-push", num_blocks=40, max_num_batched_tokens=64, extra=timeout)
     steps = [("fail", "notice", 1), ("ask_at_once", "r", 0, 64, 5, 1), ("step",), ("abort", 0), ("step",)]
@@ -100,7 +100,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def saved(ranks: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Return findings, and each rank's number of chunks before a load of 128 of 300 tokens, after it and at the end."""
+    """Return findings, and each rank's chunk counts: before a load of 128 of 300 tokens, after the load, at the end."""
     engine, chunks = late.LabEngine(Options(max_num_batched_tokens=512, ranks=ranks, **options)), []
     for part in (
         do.store("first", prompt(128)),

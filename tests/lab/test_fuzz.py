@@ -1,4 +1,4 @@
-"""Test the fuzzer. Healthy schedules are clean, all drawn options take effect, and impossible options are refused."""
+"""Test the fuzzer. Schedules without faults violate no rule, drawn options take effect, wrong options are refused."""
 
 import gc
 import json
@@ -62,7 +62,7 @@ RARE = {"locked_out_by_session", "aborted_loading"}
 
 
 def ran(connector: str, seeds: range, fixes: bool = False, plain: bool = False, **more: Any) -> Any:
-    """Fuzz these seeds, by default without shrinking. more: arguments of `fuzz`."""
+    """Play the schedules of these seeds. By default, do not shorten schedules with violations. more: see `fuzz`."""
     return late.fuzz(late.Run(connector, fixes, plain), seeds, inf, **{"shrinking": 0, **more})
 
 
@@ -169,7 +169,7 @@ FUZZED: list[tuple[str, str, Sequence[int], str, tuple[str, ...]]] = [
 ]
 
 
-#: Number of schedules that a second round repeats. A schedule must play twice in the same way.
+#: Number of schedules that a second round repeats. A schedule must play in the same way both times.
 AGAIN = 4
 
 
@@ -185,8 +185,8 @@ def fuzzed(connector: str, plain: bool, mode: str, seeds: list[int], only: str) 
         return [played(seeds), played([] if only else seeds[:AGAIN])]
 
 
-#: (arguments of `fuzzed`, counters that must not be 0). A plain schedule has no faults, ranks or windows. Six seeds are
-#: enough for plain schedules, because test_healthy.py also plays them.
+#: (arguments of `fuzzed`, counters that must not be 0). A plain schedule has no faults, no windows and one rank.
+#: Six seeds are enough for plain schedules, because test_healthy.py also plays plain schedules.
 CASES = [
     *((connector, False, mode, list(seeds), only, happened) for connector, mode, seeds, only, happened in FUZZED),
     *((connector, True, mode, list(seeds[:6]), "", ()) for connector, mode, seeds, only, _ in FUZZED if not only),

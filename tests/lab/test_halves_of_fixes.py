@@ -1,4 +1,4 @@
-"""kvfix applies either all targets of a fix or none. If one target is left out, the lab finds the bug.
+"""kvfix applies a fix to all its target functions, or to none. If one function is left out, the lab finds the bug.
 
 Some fixes wrap functions in two processes, and one process may run without kvfix. Half of a fix must cause no new
 findings, except of the rules in CLOSED (faults.py). For example, a load may time out instead of waiting for ever.
@@ -113,7 +113,7 @@ def shared(*parts: Any) -> list[str]:
 
 
 def fails_again() -> list[str]:
-    """Play a failed load of `r`. If `r` loads a second time, this load fails too."""
+    """Let the load of `r` fail. If `r` loads a second time, let the second load fail too."""
     return found(
         Options(max_num_batched_tokens=512, async_scheduling=True),
         [do.store("first", prompt(192)), do.fail_load("r"), do.admit("r", prompt(193), max_tokens=4)],
@@ -186,7 +186,7 @@ def replaced(fix: Fix, target: Target) -> Iterator[None]:
 
 
 def of_several_functions() -> Iterator[tuple[Fix, str, tuple[Target, ...]]]:
-    """Yield fixes with several targets in a code copy. Scenarios replace classes, so fixes with scenarios are last."""
+    """Yield (fix, copy of the code, broken targets). Scenarios replace classes, so fixes with scenarios come last."""
     for fix in sorted(catalogue.fixes(), key=lambda each: bool(each.scenarios)):
         for copy, targets in fix.groups if fix.fixable else ():
             wrong = [each for each in targets if applicability.judge(each).state == "applicable"]

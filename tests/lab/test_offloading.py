@@ -1,4 +1,4 @@
-"""Test vLLM's offloading connectors: bugs without a scenario (KVF334, 335, 370), false findings, and events."""
+"""Test vLLM's offloading connectors: bugs without a scenario (KVF334, KVF335, KVF370), false findings, and events."""
 
 import os
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""`make drill` reports a violation with fixes if the violation is worse than each violation without fixes."""
+"""`make drill` reports a rule that only a run with fixes violates, if no rule violated without fixes is as bad."""
 
 import pytest
 
@@ -15,7 +15,7 @@ from maintain import drill
         ({"LAB020"}, {"LAB003"}, ["LAB003"]),
         (set(), {"LAB020"}, ["LAB020"]),
         ({"LAB001"}, {"LAB007"}, ["LAB007"]),  # `make drill` always reports an error in the code of a fix
-        ({"LAB006"}, {"LAB016"}, ["LAB016"]),  # a rule without a known effect
+        ({"LAB006"}, {"LAB016"}, ["LAB016"]),  # EFFECTS lists neither rule, so LAB016 counts as wrong output
     ],
 )
 def test_a_new_rule_is_worse_by_its_effect(released: set[str], fixed: set[str], found: list[str]) -> None:

@@ -81,7 +81,7 @@ def test_a_fix_that_cannot_be_loaded_is_skipped_with_a_warning(tmp_path: Path, f
 )
 @answers(also="answer", release="0.3.10")
 def test_an_error_in_kvfix_leaves_the_engine_unpatched_and_running(place: str, name: str) -> bool:
-    """Let this function of kvfix raise. Return True if LMCache's hook then still has the bug."""
+    """Let the function `name` of kvfix raise. Return True if LMCache's hook still has the bug of KVF001."""
     setattr(import_module(f"kvfix.{place}"), name, mock.Mock(side_effect=RuntimeError("planted")))
     kvfix.apply()
     adapter = import_module(ADAPTER)
@@ -101,7 +101,7 @@ def test_a_closed_stderr_stops_nothing(fork_server: ForkServer) -> None:
     assert fork_server(without_stderr, release("0.3.10")) == "applied"
 
 
-#: The program needs two files of kvfix: the catalogue for `only=`, and the fingerprints for status().
+#: This program reads two files of kvfix. `only=` needs the catalogue, and status() needs the fingerprints.
 INSTALLED = """
 import sys; sys.path.insert(0, {lmcache!r})
 import kvfix, kvfix.fixes
@@ -148,7 +148,7 @@ def test_an_installation_without_fixes_is_an_error(tmp_path: Path, fresh: Fresh)
     assert "kvfix status: this installation of kvfix has no fixes" in status.stderr
 
 
-#: The folder and the package have different names. So setuptools writes an import finder that a .pth file starts.
+#: `package_dir` in setup.py names the package, so setuptools writes an import finder. A .pth file starts the finder.
 EDITABLE = """
 import site, sys
 site.addsitedir({site!r})

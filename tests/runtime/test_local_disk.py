@@ -100,7 +100,7 @@ class Disk:
         return answers
 
     def state(self) -> list[Any]:
-        """Return known chunks, pins per chunk, number of allocations, two disk sizes (in chunks), and saved chunks."""
+        """Return known chunks, pins of each, number of allocations, [size, usage] in chunks, and chunks with a file."""
         backend = self.backend
         return [
             [self.keys.index(key) for key in backend.dict],

@@ -19,7 +19,7 @@ SLOTS = torch.tensor([7, 0, 19, 5, 12])
 
 
 def caches(width: int, dtype: torch.dtype, order: str) -> list[torch.Tensor]:
-    """Return a tensor [blocks, heads, tokens, 2 * width] of random bytes per layer. order: memory order of the axes."""
+    """Return random KV [blocks, heads, tokens, 2 * width] for each layer. order: the axes' order in memory."""
     size = BLOCKS * HEADS * BLOCK * 2 * width * LAYERS
     held = torch.randint(0, 256, (size * dtype.itemsize,), dtype=torch.uint8).view(dtype)
     if order == "HND":

@@ -23,10 +23,10 @@ from kvfix.ledger.events import Asked
 from maintain import peers
 from tests.healthy import events, violated
 
-#: Seeds of random schedules without faults. With LMCache 0.3.10, only seed 22 violates no rule.
+#: Seeds of random schedules without faults. With LMCache 0.3.10, only the schedule of seed 22 violates no rule.
 SEEDS = (*range(3), 22)
 FAULTY = 4
-#: Fixes to apply together with a fix. Without KVF322, requests in the scenarios of KVF325 never end.
+#: {fix: other fixes to apply with this fix}. Without KVF322, requests in the scenarios of KVF325 never end.
 BESIDE = {"KVF325": ["KVF322"]}
 
 
@@ -166,7 +166,7 @@ def plays_with_fixes(wanted: dict[str, list[str]]) -> dict[str, dict[str, str]]:
 
 
 def _imports_of_ours() -> dict[str, frozenset[str]]:
-    """Return the imports of each loaded module of _OURS, because `prefer` may unload this module."""
+    """Return the imports of each loaded module of _OURS. `prefer` unloads modules that import an unloaded module."""
     files = {name: getattr(sys.modules[name], "__file__", None) for name in sys.modules if name.startswith(_OURS)}
     return {name: _imports(Path(file or os.devnull)) for name, file in files.items()}
 
@@ -216,7 +216,7 @@ def regression(folder: Path, tests: list[str]) -> dict[str, Any]:
     count = Count()
     known = {name for file in peers.KEPT.glob("*-*.json") for name in json.loads(file.read_text())["not passed"]}
     red = [f"--deselect={name}" for name in sorted(known) if name.partition("::")[0] in tests]
-    # theirs() does not load `pytest_asyncio.plugin`, which silently ends vLLM's tests of MooncakeConnector too early.
+    # `pytest_asyncio.plugin` silently ends vLLM's tests of MooncakeConnector too early, so theirs() does not load it.
     _run(folder, ["-p", "pytest_asyncio.plugin", *red, *tests], plugins=[count])
     return count.found
 
@@ -288,7 +288,7 @@ def plays(code: str, connectors: list[str], fixes: list[str]) -> dict[str, dict[
 def _events(done: Any) -> list[tuple[Any, ...]]:
     """Return all events. Set `hit` to 0 in each lookup that promises 0 tokens.
 
-    The events then do not show if the connector asked its cache before it promised 0 tokens.
+    So the events do not show whether the connector asked its cache before the connector promised 0 tokens.
     """
     log = [
         (step, event._replace(hit=0) if isinstance(event, Asked) and event.promised == 0 else event)

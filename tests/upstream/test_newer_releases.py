@@ -1,4 +1,4 @@
-"""Patches for vLLM also apply to newer releases. If a patch does not apply, add `vllm-<release>.patch` next to it."""
+"""Patches for vLLM also apply to newer releases. If a patch fails, add `vllm-<release>.patch` next to this patch."""
 
 from pathlib import Path
 

@@ -10,8 +10,8 @@ def is_within_step(*more: Any) -> bool:
     """Return True if this call of `_update_requests_with_invalid_blocks` is for synchronous loads (within the step).
 
     more: the arguments after the block ids. The last argument is `evict_blocks`, which is False for loads between
-    steps. vLLM 0.11 does not have `evict_blocks`, so the answer is True for both kinds of loads. For a
-    load between steps, True is harmless. No second request uses the blocks, because the prefix cache lacks them so far.
+    steps. vLLM 0.11 does not have `evict_blocks`, so the answer is True for both kinds of loads. For a load between
+    steps, True is harmless. No other request uses the load's blocks, because they are not in the prefix cache yet.
     """
     return not more or bool(more[-1])
 

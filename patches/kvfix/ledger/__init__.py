@@ -14,7 +14,7 @@ from kvfix.ledger.rules import RULES_FOR
 
 
 class Finding(NamedTuple):
-    """An event that violates a rule, or for which kvfix cannot check the rule."""
+    """An event that violates a rule, or an event for which kvfix cannot check a rule."""
 
     code: str
     name: str
@@ -28,7 +28,7 @@ class Finding(NamedTuple):
         return f"{self.code} {self.name} {self.request}: {self.message}"
 
 
-#: A `History` keeps the last event of each of these types, in the attribute that is named here.
+#: {event type: attribute of `History` that keeps the last event of this type}
 _LAST = {ev.LoadDue: "due", ev.Finished: "finished", ev.Leased: "lease", ev.LeaseEnded: "lease_ended"}
 
 

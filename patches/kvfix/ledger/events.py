@@ -99,7 +99,7 @@ class Loaded(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """The worker stores tokens [start, end) of the request in the external cache, in this step or before."""
+    """The worker stores tokens [start, end) of the request in the external cache, in this or an earlier step."""
 
     request: str
     start: int

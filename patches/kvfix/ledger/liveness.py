@@ -1,8 +1,8 @@
-"""Read from an engine's state (`kvfix.engine_state`) what requests wait for, and if a request can move (make progress).
+"""Read from an engine's state (`kvfix.engine_state`) what requests wait for, and whether a request can move on.
 
 vLLM tries to admit its waiting requests in order, and stops at the first request that needs more blocks than are free
 (`break` after `allocate_slots` in `schedule`, v1/core/sched/scheduler.py 0.32.0:1275-1282). The blocked
-request waits for the end of a step, a transfer or a lookup. If none of these is in flight, the request waits for ever.
+request waits for a step, a transfer or a lookup to end. If nothing is in flight, the request waits for ever.
 """
 
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ class Waiting:
 
     name: str
     waits_for: str = PLACE
-    #: Free blocks needed to admit the request, plus vLLM's reserved blocks for a load between steps. None: not known.
+    #: Free blocks needed to admit the request. A load between steps also needs vLLM's reserved blocks. None: not known.
     needs: int | None = None
     #: Blocks that the request already has, for example after its load has ended.
     holds: int = 0

@@ -89,7 +89,7 @@ class Faulty(InProcess):
 
 
 class Copied(Faulty):
-    """Copies the KV into the GPU's layout before `wait_for_save` begins."""
+    """A `Faulty` connector that copies the KV into the GPU layout before `wait_for_save` begins."""
 
     def save_kv_layer(self, layer_name: str, *arguments: Any, **more: Any) -> None:
         super().save_kv_layer(layer_name, *arguments, **more)

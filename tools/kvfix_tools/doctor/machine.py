@@ -52,7 +52,7 @@ class Machine:
         return (self._root / "dev/nvidiactl").exists() or (self._root / "dev/dxg").exists()
 
     def _cgroup_limits(self) -> Iterator[tuple[int, str]]:
-        """Yield (limit, file) of this process's cgroup and the cgroups above, up to /sys/fs/cgroup itself."""
+        """Yield (memory limit, name of its file) for this process's cgroup and its parents up to /sys/fs/cgroup."""
         for line in self._text("proc/self/cgroup").splitlines():
             number, _, rest = line.partition(":")
             controllers, _, path = rest.partition(":")
@@ -99,7 +99,7 @@ def connects(host: str, port: int) -> str:
 
 
 def redis_refuses(host: str, port: int) -> str:
-    """Return the error with which Redis answers PING, or READONLY for a read-only replica; else ""."""
+    """Return the error that Redis sends for PING. Return READONLY for a read-only replica, and "" without an error."""
     try:
         with socket.create_connection((host, port), 1.0) as connection:
             connection.sendall(b"PING\r\n")

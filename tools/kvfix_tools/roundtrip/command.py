@@ -119,7 +119,7 @@ def run(options: argparse.Namespace, work: Work) -> RunReport:
 
 @contextlib.contextmanager
 def fixes(wanted: bool) -> Iterator[None]:
-    """Apply kvfix's fixes in this process and its child processes. KVFIX gives the mode; KVFIX=off applies no fix."""
+    """Apply kvfix's fixes in this process and its children. Variable KVFIX sets the mode. KVFIX=off applies no fix."""
     try:
         import kvfix
     except ImportError:

@@ -1,4 +1,4 @@
-"""Stand-ins for CUDA on a machine without a GPU. Streams run work immediately; memmove replaces the driver's copies."""
+"""Stand-ins for CUDA on a machine without a GPU. Streams run work immediately. memmove replaces the driver's copies."""
 
 import ast
 import contextlib

@@ -16,7 +16,7 @@ from kvfix_tools.roundtrip.cell_check import Result, plain
 from kvfix_tools.roundtrip.matrix import Cell
 from kvfix_tools.roundtrip.planted_faults import FAULTS
 
-SHOWN = 5  # maximum number of failed cells to show in full. The JSON has all cells
+SHOWN = 5  # maximum number of failed cells (test cases) to show in full. The JSON has all cells
 BAD = ("failed", "crashed")
 
 

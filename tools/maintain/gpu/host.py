@@ -15,7 +15,7 @@ MODULES = (
     "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector", "lmcache.integration.vllm.vllm_v1_adapter",
     "lmcache.integration.vllm.vllm_multi_process_adapter", "lmcache.v1.multiprocess.server",
 )  # fmt: skip
-#: vLLM's compiled operations. They are linked with the GPU driver, so their import needs a driver.
+#: vLLM's compiled operations are linked with the GPU driver, so their import needs the driver.
 WITH_DRIVER = "vllm._C_stable_libtorch"
 
 

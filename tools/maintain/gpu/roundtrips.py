@@ -1,6 +1,6 @@
 """The stages that run `kvfix roundtrip`. All runs of a stage are in one process, which imports torch only once.
 
-LMCache without the fixes may break the GPU for its whole process. So runs with the fixes use other processes.
+LMCache without fixes may make the GPU unusable for the whole process. So runs with fixes use other processes.
 """
 
 import os
@@ -13,8 +13,8 @@ from kvfix_tools.roundtrip import command
 from kvfix_tools.roundtrip.run_report import RunReport, check_per_copy, counted, operations, rates
 from maintain.gpu import stages
 
-KEPT = 10  # maximum number of failed cells to keep in full
-#: OF_PLAIN: minimum speed relative to a plain copy of pinned memory. OF_COPIES: maximum check time relative to a copy.
+KEPT = 10  # maximum number of failed cells (test cases) to keep in full
+#: OF_PLAIN: minimum speed, divided by a plain copy's speed. OF_COPIES: maximum check time, divided by a copy's time.
 OF_PLAIN, OF_COPIES = 0.95, 2.0
 
 
@@ -32,7 +32,7 @@ def fast(report: RunReport) -> bool:
 
 
 def found(report: RunReport) -> bool:
-    """Return True if the fault was planted, and every cell with the fault fails and names the fault."""
+    """Return True if at least one cell has the planted fault, and the check finds the fault in each of these cells."""
     tried, named = report.planted
     return 0 < tried == named
 
@@ -43,7 +43,7 @@ def known(report: RunReport) -> bool:
 
 
 def differs(report: RunReport) -> bool:
-    """Return True if in each run the engine loaded tokens, and its outputs differ."""
+    """Return True if each engine loaded tokens, and its outputs differ from outputs without a connector."""
     wrong = ["outputs differ" in one.reason and " 0 loaded" not in one.operations for one in report.results]
     return bool(wrong) and all(wrong)
 
@@ -70,7 +70,7 @@ RUNS: dict[str, list[tuple[str, str, Callable[[RunReport], bool]]]] = {
         ("KVF020", f"--backend lmcache-v2 lmcache-v3 lmcache-mp --layout packed {LARGE}", passes),
         ("KVF021", f"--backend lmcache-layerwise --layout hnd {LARGE}", passes),
     ],
-    # LMCache issue 4463: the engine loads all promised tokens, but its answers differ.
+    # LMCache issue 4463: the engine loads all promised tokens, but then gives wrong answers.
     "engines": [
         ("in process, as released", "--backend engine-v1 --no-fixes", differs),
         ("in mode check", "--backend engine", passes),

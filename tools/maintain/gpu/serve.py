@@ -106,7 +106,7 @@ def serve(done: stages.Steps, folder: Path, device: str, servers: dict[str, Any]
 
 
 def load(port: int, requests: int, clients: int, seed: int) -> float:
-    """Return the seconds for the requests. Every second prompt is from the previous run, so that its KV is cached."""
+    """Return the seconds that the requests take. Every second prompt repeats a cached prompt of the previous run."""
     seeds = ((seed - number % 2) * requests + number // 2 + 1 for number in range(requests))
     prompts = [real_engine.prompt(PROMPT, each) for each in seeds]
 

@@ -3,13 +3,13 @@
 Symptom: Nothing is logged. Requests whose prompts contain earlier answers, as in a conversation, get wrong text.
 
 Cause: In each step, LMCache's tracker of a running request appends the tokens from `num_computed_tokens` on (0.4.1
-vllm_v1_adapter.py, `build_connector_meta`). With asynchronous scheduling, vLLM's default on a GPU, the token at that
-position is not known yet. So the tracker appends nothing, and the next step starts one position later. If vLLM leaves
+vllm_v1_adapter.py, `build_connector_meta`). With asynchronous scheduling, vLLM's default on a GPU, the first of these
+tokens is not known yet. So the tracker appends nothing, and the next step starts one position later. If vLLM leaves
 the request out of a step, the request's next step starts at a known token. The tracker appends this token at a wrong
 position.
 
 Fix: Before `build_connector_meta`, the fix appends the known tokens that the tracker lacks.
-- Upstream: None known; fixed in 0.4.3, which appends tokens from the end of the tracker on.
+- Upstream: None known; fixed in 0.4.3, which appends all tokens after the tracker's last token.
 """
 
 from kvfix.fixes import _closed

@@ -6,7 +6,7 @@ Cause: A request whose KV must not be stored still has metadata if LMCache did a
 stores every request that has metadata, even if the request names no decoder (0.5.6 vllm_v1_adapter.py:1152).
 
 Fix: The worker does not store a request with `lmcache.skip_save`, unless the request names a decoder (`disagg_spec`).
-- Remove when: `wait_for_save` of a kv_producer checks whether a request names a decoder before it ignores `can_save`.
+- Remove when: `wait_for_save` of a kv_producer ignores `can_save` only for requests that name a decoder.
 """
 
 from kvfix.fixes import _lmcache
@@ -22,7 +22,7 @@ fix, fix_layers = _lmcache.skip_producer_stores(_must_not_be_stored)
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
-    """Save a kv_producer's request that asks for `lmcache.skip_save`. With the bug, the worker stores the request."""
+    """Save a request with `lmcache.skip_save` in a kv_producer. With the bug, the worker stores the request."""
     return _lmcache.stores(hook, adapter, {"kv_role": "kv_producer"}, request_configs={"lmcache.skip_save": True})
 
 

@@ -6,7 +6,7 @@ Symptom: EngineCore dies with `KeyError: 'receiver_host'`, or another key, in `u
 Cause: `disagg_spec` comes from the client, in the `kv_transfer_params` of its request. When vLLM allocates the
 request's blocks, LMCache reads four keys of `disagg_spec` without a check (0.5.6 vllm_v1_adapter.py:1560-1574).
 
-Fix: If a key is missing, the request runs without a decoder, and kvfix logs one warning.
+Fix: If `disagg_spec` lacks a key or is no dictionary, the request runs without a decoder, and kvfix logs one warning.
 - Remove when: `update_state_after_alloc` checks whether `disagg_spec` is complete.
 """
 

@@ -2,7 +2,7 @@
 
 Symptom: With `kv_load_failure_policy=recompute` the log has `Recovered from KV load failure: 1 request(s) rescheduled`.
 Then the request stays in WAITING_FOR_REMOTE_KVS and keeps its blocks. vLLM logs `Running: 0 reqs, Waiting: 1 reqs`, no
-throughput and no error. LMCache 0.5.6 logs `<resume-load> req=...` for the request in every other step.
+throughput and no error. LMCache 0.5.6 logs `<resume-load> req=...` for the request in every second step.
 
 Cause: vLLM resets the request to zero computed tokens and calls `get_num_new_matched_tokens` again. The function looks
 up the prompt again and promises the hit again (lmcache_mp_connector.py 0.5.4:809). But LMCache's tracker of the request
@@ -41,7 +41,7 @@ def fix(module: Any) -> Wrapper:
         note(__name__, f"request {request.request_id}: its load has failed, so vLLM computes it")
         _mp.nothing_cached(connector.scheduler_adapter, request.request_id)
 
-    # While a request waits for its lookup, its tracker is not READY.
+    # The fix skips a request that waits for its lookup. The tracker of this request is not READY.
     return before(forget_failed_load, when=lambda connector, request, *_: _mp.is_in(connector, request, "READY"))
 
 

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from kvfix.fixes import _mp
 from kvfix.fixes.api import Any, Fix, Steps, fix_around, fix_before, multi_process, note, replaced, stubs
 
-#: Attribute of a connector: {request id: function that frees the locks}. The requests ended during their lookups.
+#: Attribute of a connector: {id of a request that ended during its lookup: function that frees the locks}.
 _LOOKING = "_kvfix_looking"
 
 
@@ -62,7 +62,7 @@ def _end_others(name: str, end: Callable[..., Any], *args: Any, **kwargs: Any) -
 def fix_step(connector: Any, scheduler_output: Any) -> None:
     adapter, looking = connector.scheduler_adapter, getattr(connector, _LOOKING)
     if not adapter.is_healthy:
-        return  # an unhealthy adapter returns 0, and asks no server
+        return  # check_lookup_result of an unhealthy adapter returns 0 and asks no server
     for name, free in list(looking.items()):
         locked = adapter.check_lookup_result(name)
         if locked is not None:

@@ -5,7 +5,7 @@ Symptom: EngineCore of the decode engine dies with `TypeError: unhashable type` 
 Cause: on_new_request uses `remote_engine_id` as a dictionary key, and puts `remote_request_id` into a set
 (base_scheduler.py 0.32.0:225, 234). The client can set these values to any type, for example to a list.
 
-Fix: If a value is not a string, the decode engine loads nothing and computes the prompt.
+Fix: If one of the two values is neither a string nor None, the decode engine loads nothing and computes the prompt.
 - Remove when: vLLM checks the types of the parameters.
 """
 

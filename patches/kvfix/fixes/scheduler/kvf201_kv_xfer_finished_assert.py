@@ -12,7 +12,7 @@ If the stores' report comes first, vLLM frees the blocks too early. The load the
 
 Fix: For a request that was aborted during its load, vLLM gets only the report of the load. The fix also drops reports
 about unknown requests. If a request has not ended, vLLM gets only reports of a load that this request waits for.
-- Releases: vLLM 0.11.2 to 0.33.0, with connectors that store asynchronously. Before 0.26.0, only the code was read.
+- Releases: vLLM 0.11.2 to 0.33.0, with connectors that store asynchronously. Releases before 0.26.0 were read, not run.
 - Upstream: https://github.com/vllm-project/vllm/issues/43226, https://github.com/vllm-project/vllm/pull/56089 (open).
 - Remove when: vLLM counts the reports of a finished request.
 """

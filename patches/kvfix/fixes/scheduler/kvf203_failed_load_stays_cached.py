@@ -4,13 +4,13 @@ Symptom: The log has `Recovered from KV load failure: ... request(s) rescheduled
 
 Cause: With kv_load_failure_policy "recompute" vLLM keeps failed blocks in the prefix cache, because the request soon
 computes the blocks (scheduler.py 0.32.0:3412). If the request is aborted or preempted first, the blocks stay wrong.
-With either policy, another request may share a failed block and compute KV from it in the same step. vLLM caches this
-KV. vLLM misses the failed blocks of requests that are aborted or preempted before the worker reports the failure.
+With either policy, another request may share a failed block, and compute KV from this block in the same step. vLLM
+caches this KV. If a request is aborted or preempted before the worker reports the failure, vLLM misses the
+request's failed blocks.
 
 Fix: With either policy, the fix evicts failed blocks from the prefix cache. If a request has a failed block, the fix
 also evicts all later blocks of this request. The requests keep the blocks, but other requests cannot find the blocks.
-If a request of the failed step no longer runs, the fix cannot know the request's blocks. So the fix evicts
-all free blocks.
+If a request of the failed step no longer runs, the fix does not know the request's blocks, and evicts all free blocks.
 - Upstream: None known; https://github.com/vllm-project/vllm/pull/26813 decided that failed blocks stay cached.
 - Remove when: `_handle_invalid_blocks` evicts the failed blocks, or caches a block only after its computation.
 """

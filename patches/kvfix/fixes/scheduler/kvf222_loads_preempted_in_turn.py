@@ -29,7 +29,7 @@ from kvfix.fixes.api import SCHEDULER, Any, Fix, fix_after, stubs
 
 @fix_after()
 def reserve_one_more(scheduler: Any, reserved: int) -> int:
-    """Reserve one more block in each KV group. vLLM calls the function once for each load that it may admit."""
+    """Reserve one more block in each KV group. vLLM calls the fixed function before each admission of a load."""
     may_drop_token = (
         getattr(scheduler, "requires_kv_delivery", False)
         and not scheduler.defer_block_free
