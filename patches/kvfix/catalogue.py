@@ -65,7 +65,7 @@ def find(name: str) -> Fix | None:
 
 
 def handling(rule: str, text: str | None = None) -> list[Fix]:
-    """Return the fixes whose `evidence` has this rule, for any release. text: a message that `evidence` must match."""
+    """Return the fixes whose `evidence` has this rule, for any release. text: must match the pattern in `evidence`."""
     return [fix for fix in fixes() if rule in fix.evidence and (text is None or re.search(fix.evidence[rule], text))]
 
 

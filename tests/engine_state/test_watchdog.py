@@ -105,7 +105,7 @@ def test_engines_that_do_not_hang() -> list[float]:
     return [*found, due(engine.step, 40)]
 
 
-@answers([0.0, 70.0])  # at its first look (5 s), a watchdog counts earlier steps as new: the 60 s begin at 10 s
+@answers([0.0, 70.0])  # earlier steps count as progress at the first look (5 s), so the 60 s begin at the second (10 s)
 def test_a_decode_engine_that_waits_for_the_queue_of_prefill() -> list[float]:
     """Return the seconds until a report while the decode engine makes steps, and then while it makes no step."""
     prepare()

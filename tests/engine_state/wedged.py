@@ -143,7 +143,7 @@ def with_recorder() -> dict[str, Any]:
 
 
 def asked_and_needed(windows: tuple[int, ...], reserve: bool) -> list[tuple[int | None, int]]:
-    """While no request runs, count the blocks that a request needs. Return pairs (kvfix's count, vLLM's count)."""
+    """Return pairs (kvfix's count, vLLM's count) of the blocks that a waiting request needs while no request runs."""
     engine = _engine(replace(MP, delay=2, num_blocks=72, windows=windows, max_num_batched_tokens=128))
     scheduler, found = engine.scheduler, []
     scheduler.scheduler_reserve_full_isl = reserve

@@ -23,7 +23,7 @@ EXPIRED, NOTICED = ev.LeaseEnded("r", True), ev.LeaseEnded("r", False)
 #: LATE: a lookup has timed out once. TWICE: a lookup has timed out twice without a pause.
 LATE = [FRESH, ev.TimedOut("r", 3.0, 10.0)]
 TWICE = [*LATE, ev.TimedOut("r", 3.0, 13.1)]
-#: vLLM has computed 336 tokens of a hit of 512 tokens.
+#: The hit is 512 tokens long. vLLM itself has already computed the first 336 tokens.
 AFTER = [FRESH._replace(computed=336, promised=176), ev.Granted("r", 176)]
 UNASKED = ev.Scheduled("r", 0, 16)
 

@@ -6,9 +6,9 @@ NAME is one of these words:
     faults       every fault of FAULTS, on LMCache in process with kvfix
     partial      prompts whose last chunk is not full, but is stored: a healthy run, and a run with a wrong chunk
     noisy        faults on an engine whose logits have noise
-    refusals     an API key is missing, no /reset_prefix_cache, no hit, and a server that ends during the run
+    refusals     a missing API key, a server without /reset_prefix_cache, no hit, a server that ends during the run
     ranks        two ranks: a healthy run, and a run in which one rank loads wrong KV
-    lora         a LoRA adapter, which shares KV with the base model only without KVF017
+    lora         a LoRA adapter. Without KVF017, the adapter and the base model share KV
     pd           prefill and decode instances with NIXL: a healthy run, and a run whose transfers return zeros
     healthy N    N healthy runs in bfloat16 while other clients use the server: no run may exit 1
 """
@@ -35,7 +35,7 @@ from tests.engine.vllm_server import CHUNK, FAULTY, IN_PROCESS, OFFLOADING, Serv
 #: The allowed exit codes of each fault. `one_bit:N` flips bit N of one loaded element. Bits 30 to 23 are the exponent.
 FAULTS = {
     "": (0,),
-    "two_chunks_swapped": (0, 1),  # only the last bits differ, because attention adds in another order
+    "two_chunks_swapped": (0, 1),  # only the last bits of an answer differ, because attention adds in another order
     **dict.fromkeys((
         "k_of_two_chunks_swapped", "chunk_of_another_prompt", "chunk_shifted_by_one", "last_chunk_wrong",
         "other_weights:0.05", "other_weights:0.001", "other_adapter:0.1", "one_layer_wrong", "zeros", "only_one_chunk",

@@ -13,7 +13,7 @@ from kvfix import installed_source
 from kvfix_tools.command_options import Names
 from kvfix_tools.conform import command, verdicts
 
-SEEDS, LIMIT = 20, 900  # number of the fuzzer's seeds, and maximum seconds for a connector
+SEEDS, LIMIT = 20, 900  # for each connector: number of the fuzzer's schedules, and maximum seconds
 FILE = Path(__file__).parents[2] / "docs/connectors.json"
 _FOLDER = {"shared_storage_path": "{dir}"}
 _EXAMPLE = {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": _FOLDER}

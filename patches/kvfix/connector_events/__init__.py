@@ -78,7 +78,7 @@ def watch_class(connector_class: type) -> None:
 def _around(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a hook or a function of the scheduler. Record the thread, the events and the exception of each call."""
     is_scheduler = name in _SCHEDULER
-    # Names of the WatchedConnector methods that run before and after the hook; "" if there is no method.
+    # Names of the WatchedConnector methods that run before and after the hook. "" means no method.
     before, then = (each if hasattr(WatchedConnector, each) else "" for each in (f"before_{name}", f"after_{name}"))
 
     @functools.wraps(original)

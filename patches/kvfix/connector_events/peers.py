@@ -21,7 +21,7 @@ LONGEST = 256
 
 
 class _Peer(Reader):
-    """Base class of these readers. `_SCHEDULER`, `_WORKER`: attributes in which scheduler and worker keep requests."""
+    """The readers' base class. `_SCHEDULER`, `_WORKER`: attributes in which scheduler and worker keep requests."""
 
     keeps_for_peer = True
     _SCHEDULER: tuple[str, ...] = ()

@@ -246,7 +246,7 @@ def _server_ports(connector: Any) -> list[int]:
 
 
 def _tracked(row: dict[str, Any], tracker: Any, size: int) -> None:
-    """Add the tracker's counts to `row`, in tokens. The trackers of vLLM, and of LMCache up to 0.4.6, count blocks."""
+    """Add the tracker's counts to `row`, in tokens. Trackers of LMCache up to 0.4.6 and of vLLM's copy count blocks."""
 
     def tokens(name: str) -> int:
         in_blocks = getattr(tracker, f"num_{name}_blocks", None)

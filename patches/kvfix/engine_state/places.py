@@ -176,7 +176,7 @@ def recorded() -> dict[str, dict[str, Any]]:
     """Return {request id: row} from the recorded events, or {} without a recorder. A row has these fields:
 
     {"asked": computed tokens at the last lookup, "promised": promised tokens, "granted": tokens that got blocks,
-     "loading": [start, end], "loaded": end, "stored": end, "event": last event, "since": seconds after this event}
+     "loading": [start, end], "loaded": end, "stored": end, "event": last event, "since": seconds since this event}
     """
     recorder = sys.modules.get("kvfix.connector_events.recorder")
     if recorder is None:

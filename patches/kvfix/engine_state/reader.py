@@ -1,6 +1,6 @@
 """The base class of readers. A reader reads the state and the metadata of one connector, and changes nothing.
 
-kvfix calls readers before and after hooks. If a reader raises in a hook, kvfix still records the connector's events,
+kvfix calls readers before and after hooks. If one of these calls raises, kvfix still records the connector's events,
 but checks no more rules. `kvfix look` and the watchdog may call `add_state` at any time, even in a step.
 """
 
@@ -63,7 +63,7 @@ class Reader:
         return {}
 
     def not_stored(self, metadata: Any) -> Collection[str]:
-        """Return the requests of `metadata` whose store a worker has cancelled (KVF007)."""
+        """Return the requests of `metadata` whose store a fix, such as KVF007, has cancelled in the worker."""
         return ()
 
     def kept(self) -> Iterable[tuple[str, Collection[str]]]:

@@ -106,8 +106,8 @@ def grant_differs(history: History, event: ev.Granted) -> Outcome:
     - vLLM's own prefix hit ends inside a block.
     - The request asks for routed experts, which vLLM does not know for hit tokens (`cap_external_hit`, 0.33.0:1191).
 
-    For models with prefix replay, vLLM takes only whole blocks of the hit (0.32.0:993-1005). If vLLM takes fewer tokens
-    than promised, the verdict is then "unknown", because the events do not contain the block size.
+    For models with prefix replay, vLLM takes only whole blocks of the hit (0.32.0:993-1005). For these models,
+    fewer tokens than promised give the verdict "unknown", because the events do not contain the block size.
     """
     if event.external == 0:
         return None
@@ -153,7 +153,7 @@ def computed_differs(history: History, event: ev.Scheduled) -> Outcome:
     The rule allows these differences (vllm/v1/core/sched/scheduler.py 0.32.0):
 
     - more tokens if 0 are granted, because vLLM passes only the whole blocks of its own hit to the connector (971-1027)
-    - one token less after a load between steps, if the load covers all tokens of the request
+    - one token less after an asynchronous load, if the load covers all tokens of the request
     - up to `prefix_replay_tokens` fewer tokens for a model with prefix replay (1053-1124, 3159-3170)
     - fewer tokens if 0 are granted and the KV groups' hits differ, because vLLM keeps the smallest hit (1029-1038)
     """
@@ -186,7 +186,7 @@ def load_without_start(history: History, event: ev.Scheduled) -> Outcome:
 def store_leaves_hole(history: History, event: ev.Stored) -> Outcome:
     """A store leaves no hole after the cached tokens. A hit is a prefix, so no hit contains tokens after a hole.
 
-    In LMCache issue 4508, n lookups count the tokens of the hit n times as stored. So [hit, n * hit) is never stored.
+    With LMCache issue 4508, each of n lookups adds the hit to the stored tokens. So no store has tokens [hit, n * hit).
     """
     covered = max(event.covered, history.stored_to or 0)
     if event.start <= covered:
@@ -221,8 +221,8 @@ def waits_for_no_load(history: History, event: ev.Stuck) -> Outcome:
 def waits_for_lookup_again(history: History, event: ev.TimedOut) -> Outcome:
     """After two lookup timeouts in a row, the scheduler pauses before it waits for a third lookup.
 
-    The scheduler is blocked while it waits for a lookup. If each pause is as long as the wait, the scheduler is blocked
-    for at most half of the time. The rule allows one immediate retry, because the worker may have recovered.
+    The scheduler is blocked while it waits for a lookup. If each pause is as long as the previous wait, the scheduler
+    is blocked for at most half of the time. The rule allows one immediate retry, because the worker may have recovered.
     """
     before = history.timed_out
     if before is None or not history.timed_out_again or not event.is_at_once_after(before):
@@ -245,8 +245,8 @@ def store_of_lost_blocks(history: History, event: ev.BlocksLost) -> Outcome:
 
     vLLM keeps only the last blocks of a sliding window, and replaces the earlier blocks by null block 0. Other requests
     get the replaced blocks (`remove_skipped_blocks`, v1/core/single_type_kv_cache_manager.py 0.32.0:672). A store from
-    such blocks puts wrong KV under a valid key, and a hit gives wrong text. (`lmcache server --separate-object-groups`
-    skips a chunk if all window blocks of the chunk are null.)
+    replaced blocks puts wrong KV under a valid key, and a hit gives wrong text. (With `--separate-object-groups`,
+    `lmcache server` skips a chunk if all window blocks of the chunk are null.)
 
     The rule checks a store in the store's own step and in the next step. After the next step, the store may have ended.
     """

@@ -21,7 +21,7 @@ _OF_SERVER = "result (multiprocess/futures.py:"
 
 
 class Look(NamedTuple):
-    """The states of all processes at one time."""
+    """The states of all processes of an engine, read as nearly at the same time as possible."""
 
     at: float  # seconds of a monotonic clock
     #: For a process that kvfix could not read, the only keys are pid, name, silent (the reason), stack and hook.
@@ -76,7 +76,7 @@ def steps_between(before: Engine, after: Engine) -> int | None:
 
 
 def is_current(before: Engine, after: Engine, span: float) -> bool:
-    """Return True if 3 steps began after the first look (10 s if vLLM counts none). Earlier reports have arrived."""
+    """Return True if reports had time to arrive after the first look: 3 steps, or 10 s if vLLM does not count steps."""
     steps = steps_between(before, after)
     return span >= 2 * LATE if steps is None else steps > 2
 
@@ -238,7 +238,7 @@ def _load_not_answered(looks: Sequence[Look]) -> Iterator[Verdict]:
 
 
 def _lookup_not_answered(looks: Sequence[Look]) -> Iterator[Verdict]:
-    """Find lookups in flight at both looks. While a process is in a hook, find none: a hook delays all lookups."""
+    """Find lookups in flight at both looks. Find none while a process is in a hook, because hooks delay all lookups."""
     if any(in_hooks(looks)):
         return
     any_moved = moved(looks)

@@ -27,8 +27,8 @@ class Sign(NamedTuple):
     """A description of lines that show a problem. A line fits if it matches all non-empty parts.
 
     form: `logged` is a logger's line, `raised` is an exception, and `stack` is a thread of a hung process. `died` is a
-        process that died without an exception, or faulthandler's stack of the process.
-    kind: the class of the exception, without the module. text: a part of the line, in which `<name>` matches a value.
+        process that ended without an exception, or a stack that faulthandler printed when the process ended.
+    kind: the class of the exception, without the module. text: a part of the line. `<name>` stands for any value.
     within: a function among the innermost frames (`file.py:name` or `name`), or a folder (`lmcache/`).
     source: a part of the source line that raised the exception. through: a part of the path of any frame.
     """

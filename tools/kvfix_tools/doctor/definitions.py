@@ -92,7 +92,7 @@ def _definition(name: str, node: ast.Dict) -> Definition:
 
 
 def words(name: str, packages: Packages) -> set[str]:
-    """Return the words that a setting allows; empty if the setting allows any word, or if the code cannot be read."""
+    """Return the words that a setting allows. Return an empty set for any word, or if the code cannot be read."""
     module, holder = _WORDS.get(name, ("", ""))
     tree = packages.tree(module) if module else None
     table, function = assigned(tree, holder), defined(tree, holder)
@@ -134,7 +134,7 @@ class Option(NamedTuple):
 
 @lru_cache(maxsize=4)
 def server_options(lmcache: Package) -> dict[str, Option]:
-    """Return {"--chunk-size": Option, ...}; {} if this release has no `lmcache server`."""
+    """Return {name of an option, such as "--chunk-size": Option}, or {} if this release has no `lmcache server`."""
     if lmcache.file("lmcache.cli.commands.server") is None:
         return {}
     found: dict[str, Option] = {}
@@ -169,7 +169,7 @@ def _arguments(tree: ast.Module) -> Iterator[tuple[str, Option]]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the known name that is most similar; "" if no name is similar."""
+    """Return the known name that is most similar to `name`, or "" if no known name is similar."""
     close = get_close_matches(name.lower(), list(known), n=1, cutoff=0.7)
     return close[0] if close else ""
 

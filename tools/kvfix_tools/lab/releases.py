@@ -17,7 +17,7 @@ from kvfix_tools.lab.options import KNOWN, Options
 
 _SINCE_0_32 = {"vllm": ">=0.32"}
 _SINCE_0_5_6 = {**_SINCE_0_32, "lmcache": ">=0.5.6"}
-#: Features that the fuzzer draws for three of ten seeds (fuzz/schedule.py), from vLLM 0.32 on. With asynchronous
+#: Features that the fuzzer draws for 3 of 10 schedules (fuzz/schedule.py), from vLLM 0.32 on. With asynchronous
 #: scheduling, the lab preempts single requests between two steps, which vLLM before 0.32 cannot do. The model runner V2
 #: of vLLM before 0.32 was experimental. The other features were not tested with earlier releases.
 FEATURES = ("async_scheduling", "model_runner_v2", "drafter", "pause", "sessions", "roles", "stops")

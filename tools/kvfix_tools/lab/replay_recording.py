@@ -1,6 +1,6 @@
 """`kvfix lab replay FILE`: play the events of an engine's recorder file in the lab, as far as possible.
 
-The file omits prompts, and steps without an event. The lab invents prompts, and makes steps until an event occurs.
+The file omits prompts, and steps without an event. The lab invents prompts, and makes steps until each event occurs.
 """
 
 from collections.abc import Callable
@@ -165,7 +165,7 @@ class _Player:
         self.short.append(f"an event of the file did not happen in the lab within {MOST_STEPS} steps")
 
     def _seed(self, event: ev.Asked) -> int:
-        """Return the seed of an earlier request with at least `event.computed` computed tokens, or else a new seed."""
+        """Return a seed for the prompt. For a prefix hit, reuse the seed of a request with enough computed tokens."""
         if event.computed:
             for name, reached in reversed(self._reached.items()):
                 if reached >= event.computed and name in self._seeds:

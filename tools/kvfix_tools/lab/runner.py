@@ -23,7 +23,7 @@ from kvfix_tools.lab.scenario import Scenario
 if TYPE_CHECKING:
     from kvfix_tools.lab.engine.lab_engine import LabEngine
 
-#: Opt-in fixes that the lab applies by default, because the fuzzer draws schedules that show bugs which they repair.
+#: Opt-in fixes that the lab applies by default, because the fuzzer's schedules show the bugs that these fixes repair.
 NAMED = ("KVF123", "KVF208", "KVF219", "KVF222", "KVF319", "KVF322", "KVF353")
 #: Steps that the lab makes after a schedule, because kvfix checks an ended request for leaks some steps later.
 AFTER = 40
@@ -82,7 +82,7 @@ def expected(scenario: Scenario, releases: dict[str, str] | None = None) -> str:
 
 
 def play(scenario: Scenario, fixes: bool, only: Sequence[str] = ()) -> Result:
-    """Play the scenario once. only: codes of fixes; by default the default fixes, NAMED and the scenario's fixes."""
+    """Play the scenario once. only: codes of the fixes to apply. Default: the result of `played(*scenario.fixes)`."""
     if expected(scenario) == "not-applicable":
         why = cannot_play(scenario.options.connector) or f"needs {missing(scenario.needs)}"
         return Result(scenario.slug, fixes, "not-applicable", why, [])

@@ -26,7 +26,7 @@ PLACES = {"allocate": (4, 5), "batched_allocate": (5, 6)}
 
 
 class _Waits(threading.local):
-    """left: seconds that the thread may still wait at the time `at`. One minute refills `left` to LONGEST_WAIT."""
+    """left: seconds that the thread may still wait at time `at`. `left` grows back to LONGEST_WAIT within a minute."""
 
     left = LONGEST_WAIT
     at = 0.0
@@ -79,7 +79,7 @@ def fix_disk(load: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def disk_shows_bug(hook: Any, module: Any) -> bool:
-    """Load a chunk without free memory. The load must return None. The bug raises AssertionError."""
+    """Load a chunk without free memory. The load must return None. With the bug, the load raises AssertionError."""
     backend = stubs.Stub(local_cpu_backend=stubs.Stub(allocate=lambda *_, **__: None))
     try:
         return hook(backend, None, "", dtype=None, shape=None, fmt=None) is not None

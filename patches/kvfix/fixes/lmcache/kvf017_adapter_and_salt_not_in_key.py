@@ -121,7 +121,7 @@ def layer_loads_show_bug(hook: Any, adapter: Any) -> bool:
 
 
 def layer_saves_show_bug(hook: Any, adapter: Any) -> bool:
-    """Save a request with a tag layer by layer. With the bug, the save has no tag."""
+    """Save layer by layer for a request with a tag. With the bug, the save has no tag."""
     impl, calls = _layers(adapter, save_spec=stubs.Stub(skip_leading_tokens=0, can_save=True))
     hook(impl, "layer", None, None)
     return len(calls) == 1 and not calls[0][1].get("request_configs")

@@ -7,9 +7,9 @@ This request will not utilize KVTransfer`, and the request stays in WAITING_FOR_
 Cause: Any client that can reach the engine can set `kv_transfer_params`. A producer asserts that no request asks for a
 load. A consumer asserts that no request asks for a send (mooncake_connector.py 0.32.0:1022, :1049, :1075).
 
-get_num_new_matched_tokens promises the whole prompt (:1023). MooncakeConnector checks whether the request names a peer
-only after vLLM has allocated the blocks. Without a peer, MooncakeConnector only logs a warning (:1066). If a value in
-the parameters is not a string, EngineCore dies, or the worker's event loop raises and the load never starts.
+get_num_new_matched_tokens promises the whole prompt (:1023). Only after vLLM has allocated the blocks,
+MooncakeConnector checks whether the request names a peer. Without a peer, MooncakeConnector only logs a warning
+(:1066). If a parameter is not a string, EngineCore dies, or the worker's event loop raises and the load never starts.
 
 Fix: If a request asks for a transfer that this engine cannot do, or names no peer, the fix promises 0 tokens. The other
 hooks skip the request, and the engine computes its prompt. If the bootstrap address is a number, the fix turns the
@@ -79,7 +79,7 @@ def promises(hook: Any, module: Any) -> bool:
 
 def _raises_with(*arguments: Any) -> Callable[[Any, Any], bool]:
     def raises(hook: Any, module: Any) -> bool:
-        """Ask a consumer to send. The bug raises AssertionError."""
+        """Ask a consumer to send. With the bug, the hook raises AssertionError."""
         request = stubs.request(32, kv_transfer_params={"do_remote_decode": True, "transfer_id": "t"})
         return stubs.raises(AssertionError, hook, _mooncake.scheduler_side("kv_consumer"), request, *arguments)
 

@@ -13,7 +13,7 @@ Fix: In each decode engine, only the first request for a prefill registers. A la
 computes its prompt itself. Requests are for the same prefill if three values are equal: remote_engine_id,
 remote_request_id, and the request id without its random suffix. (The prefill engine also ignores this suffix.) If two
 decode engines ask for one prefill, one of the two loads still waits. With KVF322, the waiting load times out.
-- Remove when: vLLM promises a prefill to one decode request.
+- Remove when: vLLM promises each prefill to only one decode request.
 """
 
 from kvfix.fixes import _nixl, _prefills

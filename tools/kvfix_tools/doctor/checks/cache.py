@@ -52,7 +52,7 @@ def load_cap(setup: Setup) -> Iterator[Line]:
 
 @check("hash-seed")
 def hash_seed(setup: Setup) -> Iterator[Line]:
-    """All processes that share a cache compute the same keys, by PYTHONHASHSEED or by a hash without a seed."""
+    """All processes that share a cache compute equal keys, because PYTHONHASHSEED is set or the hash needs no seed."""
     seed = setup.environment.get("PYTHONHASHSEED", "random")
     if setup.v1:
         algorithm, how = str(setup.setting("pre_caching_hash_algorithm") or "builtin"), "pre_caching_hash_algorithm"
@@ -112,7 +112,7 @@ def _shared(setup: Setup) -> list[str]:
 
 
 def _no_bytes(setup: Setup) -> str:
-    """Return why this LMCache cannot use vLLM's hashes, which are bytes (KVD739, KVD738), or "" if it can use them."""
+    """Return why this LMCache cannot use vLLM's hashes, which are bytes (KVD739, KVD738), or "" without a reason."""
     if setup.lmcache is None or "-> bytes" not in setup.packages.text("vllm.utils.hashing"):
         return ""
     stored = setup.setting("remote_url") or setup.setting("local_disk")
@@ -124,7 +124,7 @@ def _no_bytes(setup: Setup) -> str:
 
 
 def _hashes_none(setup: Setup) -> bool:
-    """Return True if LMCache's code hashes None (KVF901). From Python 3.12 on the hash of None is a constant."""
+    """Return True if LMCache hashes None, and the hash differs by process, as before Python 3.12 (KVF901)."""
     source = setup.packages.text("lmcache.v1.token_database")
     return bool(source) and "_canonicalize_hash_inputs" not in source and sys.version_info < (3, 12)
 

@@ -123,7 +123,7 @@ def _buffer(setup: Setup) -> Iterator[Line]:
 
 
 def bytes_per_token(setup: Setup) -> float | None:
-    """Return the KV bytes of one token in one worker; None if config.json lacks a number for this."""
+    """Return the KV bytes of one token in one worker, or None if config.json lacks a number that kvfix needs."""
     model = setup.model
     layers, heads = model.get("num_hidden_layers"), model.get("num_attention_heads")
     if not isinstance(layers, int) or not isinstance(heads, int) or not heads:

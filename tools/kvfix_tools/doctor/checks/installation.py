@@ -23,7 +23,7 @@ _WHERE = "run kvfix doctor where the engine runs: in its container, with its Pyt
 _AGAIN = "kvfix doctor again, when the machine is less busy"
 IN_PROCESS = "lmcache.integration.vllm.vllm_v1_adapter"
 MULTI_PROCESS = "lmcache.integration.vllm.lmcache_mp_connector"
-_SHOWN = 3  # maximum number of misfits (wrong imports and calls) to show for a pair. The report counts the rest
+_SHOWN = 3  # maximum number of misfits (wrong imports or calls) to list. The report counts the other misfits
 
 
 @check("installed", essential=True)
@@ -94,7 +94,7 @@ def _satisfies(wanted: Requirement, version: str) -> bool:
 
 @check("extensions", essential=True)
 def loads(setup: Setup) -> Iterator[Line]:
-    """The compiled extensions of vLLM and LMCache load with this torch. A child process loads them."""
+    """The compiled extensions of vLLM and LMCache load with this torch. A child process loads the extensions."""
     for file in _operations(setup):
         suffix = file.name[file.name.index(".") :]
         if suffix not in EXTENSION_SUFFIXES:

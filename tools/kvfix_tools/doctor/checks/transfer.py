@@ -79,7 +79,7 @@ def _is_file(setup: Setup, module: str) -> bool:
 
 
 def _fields(packages: Packages) -> dict[str, list[str]]:
-    """Return {field of KVTransferConfig: allowed values, or [] for any value}; {} if the class cannot be read."""
+    """Return {field of KVTransferConfig: allowed values}. [] allows any value. Return {} for an unreadable class."""
     tree = packages.tree("vllm.config.kv_transfer")
     node = defined(tree, "KVTransferConfig")
     return {

@@ -39,7 +39,7 @@ _LIBC = ctypes.CDLL(None)
 
 
 class ServerProcess:
-    """A running `lmcache server`. url: its address. Raises OSError if the server does not start."""
+    """A running `lmcache server`. url: the server's address. Raises OSError if the server does not start."""
 
     def __init__(self, transfer_mode: str = "lmcache_driven") -> None:
         program = shutil.which("lmcache", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")

@@ -36,7 +36,7 @@ class LookupSocket:
 
     def __init__(self, lookup: Callable[[list[Any], list[int], str, str], int], packed: bool) -> None:
         self._lookup = lookup
-        #: True if msgpack encodes all parts of a lookup message, False if it encodes only hashes and offsets.
+        #: True if msgpack encodes all parts of a lookup message, False if msgpack encodes only hashes and offsets.
         self._packed = packed
         self._question: list[Any] = []
         self.fails = 0
@@ -214,7 +214,7 @@ class V1(Connector):
         return vllm_objects.vllm_config(options)
 
     def _join(self, client: Any) -> None:
-        """Let the workers' caches answer the scheduler's lookup client."""
+        """Let the workers' cache engines answer the lookups of the scheduler's client."""
         owner = getattr(client, "transport", client)
         self.sockets = [LookupSocket(each.lookup, packed=owner is not client) for each in self.cache_engines]
         owner.sockets = list(self.sockets)
@@ -248,7 +248,7 @@ class V1(Connector):
         self.sockets[-1].fails = how_many
 
     def not_to_store(self, request: Any) -> str:
-        """Return why a request is not stored. PD ignores `lmcache.skip_save` (LMCache 0.5.6 vllm_v1_adapter.py:335)."""
+        """Return why a request is not stored. PD prefill ignores `lmcache.skip_save` (0.5.6 vllm_v1_adapter.py:335)."""
         if self._role == "kv_consumer":
             return "this instance is a kv_consumer"
         asked = request.kv_transfer_params or {}

@@ -1,4 +1,4 @@
-"""The counters of a run. If the run did not test a feature, the counters of loads and stores with the feature are 0."""
+"""The counters of a run. If the counters of loads and stores with a feature are 0, the run did not test the feature."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -42,7 +42,7 @@ FEATURES: dict[str, Callable[[Options], Any]] = {
 #: - null_objects_left_out: objects that the server did not store because all their blocks are null
 #: - last_blocks_dropped: hits of vLLM's prefix cache whose last block vLLM drops because of EAGLE
 #: - not_to_store: requests that must not be stored
-#: - passed_over: hits of LMCache that a MultiConnector does not use, because the hit of another connector is used
+#: - passed_over: hits of LMCache that a MultiConnector does not use, because it uses another connector's hit
 #: - came_first_by_priority: requests admitted before a request that arrived earlier
 #: - aborted_storing: always 0 with the in-process connector, whose stores end within their step
 COUNTED = (

@@ -17,8 +17,8 @@ LAYER = "model.layers.{}.self_attn.attn"
 class KVGroup(NamedTuple):
     """A KV group.
 
-    - window: number of tokens that a token attends to, including itself; 0: all tokens
-    - state: True if a block holds one Mamba state instead of KV. A block holds the state after its last token. The
+    - window: number of tokens that a token attends to, including itself. 0 means all tokens
+    - state: True if a block holds one Mamba state instead of KV. A full block holds the state after its last token. The
       last block of a request holds the state after the last computed token.
     """
 
@@ -29,7 +29,7 @@ class KVGroup(NamedTuple):
 
     @property
     def kept(self) -> int:
-        """Return how many tokens at the end of a hit this KV group needs; 0: all tokens.
+        """Return how many tokens at the end of a hit this KV group needs. 0 means all tokens.
 
         LMCache treats a state as a window of one block (integration/vllm/kv_cache_groups.py 0.5.6:131).
         """
@@ -52,7 +52,7 @@ class StoredObject(NamedTuple):
     number: int
     #: (KV group, how many of the chunk's last tokens the object holds). After a hit, no step reads the other tokens.
     parts: tuple[tuple[KVGroup, int], ...]
-    chunks: int = 0  # how many chunks at the end of a hit must have the object; 0: all chunks
+    chunks: int = 0  # how many chunks at the end of a hit must have the object. 0 means all chunks
 
     def key(self, chunk: tuple[object, ...]) -> tuple[object, ...]:
         return (*chunk, self.number) if self.number else chunk
@@ -88,7 +88,7 @@ def stored_objects(options: Options, windows: Sequence[int] = ()) -> list[Stored
 
 
 def page_bytes(options: Options) -> int:
-    """Return the size of the largest block of all KV groups in one layer, in bytes."""
+    """Return how many bytes the largest block of any KV group takes in one layer."""
     return options.block_size * options.window_blocks * byte_memory.SLOT
 
 
@@ -119,7 +119,7 @@ def kv_cache(options: Options, config: VllmConfig) -> specs.KVCacheConfig:
 
 
 def kv_caches(options: Options, memory: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return {first layer of each KV group: this memory}. The first dimension of the memory is the block."""
+    """Return {first layer of each KV group: this memory}. The first index of the memory is the block number."""
     return {LAYER.format(group.number): memory for group in kv_groups(options)}
 
 

@@ -156,7 +156,7 @@ class LabEngine:
         self.counts["steps_in_flight"] += in_flight > 2
         goes_on = forward or (self.options.pipeline and self.scheduler.has_requests())
         if goes_on and in_flight < self.options.steps_in_flight:
-            return  # like EngineCore, schedule the next step first (step_with_batch_queue, core.py 0.32.0:754)
+            return  # like step_with_batch_queue (core.py 0.32.0:754), schedule the next step before taking this output
         self._take_answer()
         while self._answers and not self.scheduler.has_requests():
             self._take_answer()
@@ -187,7 +187,7 @@ class LabEngine:
         offloads = bool(self.options.offloading) or self.options.connector in OF_VLLM
         may_lock_out = answer.verdict == "violated" and offloads
         locking_out = self.liveness.session_with_blocks() if may_lock_out else ""
-        if locking_out:  # end a deadlock of session and request, which KVF219 does not fix with offloading
+        if locking_out:  # with offloading, KVF219 does not end this deadlock between a session and a request
             self.counts["locked_out_by_session"] += 1
             self.abort(locking_out)
         else:
@@ -319,7 +319,7 @@ class LabEngine:
         self.connector.other.has.add(name)
 
     def evict(self, chunks: int, forced: bool = False, rank: int = 0) -> None:
-        """Evict the oldest chunks. forced: also pinned chunks, as after pin timeouts. rank: cache to use (v1 only)."""
+        """Evict the oldest chunks. forced: pinned chunks too, as after pin timeouts. rank: whose cache (v1 only)."""
         evicted = self.connector.evict(self.caches[rank], chunks, forced)
         self.counts["evicted_pinned" if forced else "evicted"] += evicted
         if evicted and forced:
