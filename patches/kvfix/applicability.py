@@ -2,12 +2,12 @@
 
 The version number is not enough, because LMCache's post releases change functions, and users edit files. kvfix looks
 for a release with the same file (by its hash). If no release has the file, kvfix looks for a release with the same
-function (by its fingerprint). If no release has the function, the behaviour probe decides. If the probe cannot decide,
-kvfix refuses the function.
+function (by its fingerprint). If no release has the function, the fix's behaviour probe calls the function and decides.
+If the probe cannot decide, kvfix refuses the function.
 
 Some code exists in several copies (`Owner.copy`). A fix has one group of functions for each copy. kvfix decides about
-each group separately. kvfix wraps all functions of a group that have the bug, or no function. kvfix refuses a group if
-a function is unknown, cannot be wrapped, or is missing unexpectedly, or if no release has all functions of the group.
+each group separately. In a group, kvfix wraps either all functions with the bug, or none. kvfix refuses a group if a
+function is unknown, cannot be wrapped, or is missing unexpectedly, or if no release has all functions of the group.
 """
 
 from __future__ import annotations

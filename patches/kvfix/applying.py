@@ -1,9 +1,9 @@
 """Apply and remove the wrappers of the fixes and of the connector events.
 
-The functions of a fix are in groups. kvfix wraps all functions of a group, or none. `kvfix.applicability` judges all
-functions of a fix before kvfix wraps any. Before the import of a module, kvfix judges the module's file. After the
-import, kvfix judges the functions again, and unwraps a group if one of its functions is refused. All wrappers of a
-function are in one `WrappedFunction`.
+The functions of a fix are in groups. In a group, kvfix wraps all functions with the bug, or none. Before kvfix wraps
+any function of a fix, `kvfix.applicability` judges all functions of the fix. Before the import of a module, kvfix
+judges the module's file. After the import, kvfix judges the functions again, and unwraps a group if one of its
+functions is refused. All wrappers of a function are in one `WrappedFunction`.
 """
 
 import inspect

@@ -130,7 +130,7 @@ FAULTS = {each.__name__: each for each in (read_the_next_block, not_whole)}
 
 
 def planted(connector: str, *names: str) -> list[dict[str, Any]]:
-    """Play the connector once for each fault ("": no fault). All agents have this fault. Return findings and counts."""
+    """Play the connector once for each fault, which all agents have ("": no fault). Return findings and counts."""
     agent_of, done = late.nixl_real.RealNetwork.agent, []
     for name in names:
 

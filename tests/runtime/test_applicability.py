@@ -1,4 +1,4 @@
-"""kvfix decides on a fix from the verdicts on the fix's functions. These tests need no release of LMCache."""
+"""The verdicts on a fix's functions decide whether kvfix applies the fix. These tests need no release of LMCache."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,7 @@ def target(owner: Owner, name: str, **more: Any) -> Target:
 FIRST, SECOND, HELPER = target(OURS, "first"), target(OURS, "second"), target(THEIRS, "helper", helper=True)
 FIX = Fix(FIRST, SECOND, HELPER, effect="crash")
 
-#: OTHERS has verdicts on SECOND, and the expected state of FIX. FIRST and HELPER have the verdict `WRONG`.
+#: A value of OTHERS has a verdict on SECOND, and the expected state of FIX. FIRST and HELPER have the verdict `WRONG`.
 WRONG = Applicability("applicable", "wrong", frozenset({"1", "2"}))
 OTHERS = {
     "unknown code": (Applicability("unknown", "second is unknown"), "unknown"),

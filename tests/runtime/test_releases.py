@@ -96,7 +96,7 @@ def test_no_release_of_vllm_is_unknown_to_any_fix(fresh: Fresh) -> None:
 @pytest.mark.parametrize("release", ["0.3.10", "0.4.6", "0.5.2", "0.5.3", "0.5.5", "0.5.6"])
 @answers([], also="release")
 def test_no_fix_is_refused_on_released_code() -> list[list[str]]:
-    """In some releases, a fixed function is inherited, or the function's class has an older name in another file."""
+    """In some releases, a fix's function is inherited, or the function's class has an older name in another file."""
     kvfix.apply()
     for module in catalogue.modules_of_fixes():
         with contextlib.suppress(Exception):  # some modules need missing packages, or another release

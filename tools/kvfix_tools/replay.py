@@ -1,9 +1,9 @@
 """`kvfix replay FILE ...`: check recorded events with the ledger, and print findings with their histories.
 
-Each process has its own ledger. With several processes, kvfix also compares the loads of each rank with the scheduler's
-loads. Only the scheduler's ledger checks the ends of leases, and loads that the scheduler and a rank have recorded.
-A lease is the time for which one engine keeps blocks for another engine (peer_recordings.py). With a router's log
-(`router`), a finding about several engines names the lines of this log that have the request's id.
+A ledger checks the events of one process against rules. With several processes, kvfix also compares each rank's loads
+with the scheduler's loads. If both have recorded a load, only the scheduler's ledger checks the load. Only this ledger
+checks ends of leases. A lease is the time for which one engine keeps blocks for another engine (peer_recordings.py).
+With a router's log (`router`), a finding about several engines names the log's lines that have the request's id.
 """
 
 import json as jsonlib

@@ -15,7 +15,7 @@ A request has these fields:
      "since": 3.1,              seconds that the request has waited; None: not known
      "computed": 128, "total": 140, "prompt": 138, "blocks": 8, "preemptions": 0, "priority": 0,
      "report": "loaded",        load report that the scheduler has not handled yet: "loaded", "failed", or "" for none
-     "needs": 1,                free blocks that admission needs, plus "reserved" for loads between steps; None: unknown
+     "needs": 1,                free blocks for admission, with "reserved" if a load runs between steps; None: not known
      "lookup": "in flight", "asked": 0, "hit": 128, "promised": 128, "granted": 128, "loading": [0, 128],
      "loaded": 128, "stored": 0, "phase": "READY", "source": "recorder"}
 
@@ -83,7 +83,7 @@ def read(scheduler: Any, engine: Any, held: dict[str, Row], recorded: dict[str, 
 
 
 def _requests(scheduler: Any) -> list[tuple[Any, str]]:
-    """Return (request, queue). Queue "ended": vLLM keeps the blocks until the KV is sent. Queue "": no queue."""
+    """Return (request, queue). "ended" means that vLLM keeps the blocks until the KV is sent. "" means no queue."""
     found = [(each, name) for name in QUEUES for each in list(getattr(scheduler, name, ()))]
     found += [(each, "running") for each in list(scheduler.running)]
     listed = {request.request_id for request, _ in found}

@@ -5,7 +5,7 @@ folder is for one component. `lmcache` is LMCache in the engine's process, and `
 connectors. The other components belong to vLLM. The bugs in the folder `unfixable` have a workaround, but no fix.
 """
 
-#: {code of a removed fix, rule or finding: why it was removed, and what to read instead}. No code is used again.
+#: {code of a removed fix, rule or finding: why it was removed, and what to read instead}. Removed codes stay unused.
 RETIRED = {
     "KVF368": "the fix needed both engines and put data into a request id of MooncakeConnector's messages. KVF906 "
     "describes the bug and what to set"

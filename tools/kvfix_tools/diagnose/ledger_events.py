@@ -1,4 +1,4 @@
-"""Turn log lines into events for `kvfix.ledger`, and keep the requests. A line that lacks a value gives no event."""
+"""Turn log lines into events for `kvfix.ledger`, and remember requests. A line that lacks a value gives no event."""
 
 import re
 from collections import deque
@@ -67,7 +67,7 @@ def _asked(ledger: Ledger, fields: Fields) -> list[Event]:
 
 
 def _capped(ledger: Ledger, fields: Fields) -> list[Event]:
-    """Lower the promise of the last lookup, because LMCache logs a promise before it caps the promise. Return []."""
+    """Lower the promised tokens of the last lookup, because LMCache lowers their number after logging it. Return []."""
     history = ledger.histories.get(fields["request"])
     if history is not None and history.asked is not None:
         history.asked = history.asked._replace(promised=max(0, fields["capped"]))
@@ -75,7 +75,7 @@ def _capped(ledger: Ledger, fields: Fields) -> list[Event]:
 
 
 def _due(ledger: Ledger, fields: Fields) -> list[Event]:
-    """Return Granted and LoadDue. LMCache logs this line only after asserting that vLLM takes all promised tokens."""
+    """Return Granted and LoadDue. LMCache logs this line only after checking that vLLM takes all promised tokens."""
     request, computed = fields["request"], fields.get("computed")
     history = ledger.histories.get(request)
     if computed is None or history is None or history.asked is None or history.asked.promised is None:
@@ -108,7 +108,7 @@ def _raised(ledger: Ledger, fields: Fields) -> list[Event]:
     history = ledger.histories.get(request)
     if fields["meaning"] == "mismatch" and history is not None and history.asked is not None:
         promised = history.asked.promised
-        # LMCache may cap the promised tokens after logging them. So it is no violation if vLLM takes fewer tokens.
+        # After logging the promised tokens, LMCache may lower their number. Then vLLM rightly takes fewer tokens.
         if promised is not None and fields["granted"] > promised:
             made.append(ev.Granted(request, fields["granted"]))
     where = fields["frames"][-1][2] if fields["frames"] else "?"

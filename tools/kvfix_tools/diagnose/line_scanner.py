@@ -1,4 +1,4 @@
-"""Turn blocks of log text into LogLines. Parse only lines with a word of knowledge/words.toml, and tracebacks."""
+"""Turn blocks of log text into LogLines. Parse only tracebacks and lines with a word of knowledge/words.toml."""
 
 import re
 from collections.abc import Iterator
@@ -18,8 +18,8 @@ LONGEST_LINE = 1 << 16
 _DEBUG = FRAME + b"DEBUG:"
 #: Maximum bytes before the fixed text of LMCache's prefix: the process's name, a colour code and the time.
 _HEAD = STAMP + 24
-#: If more than _FEW lines are neither known messages nor in tracebacks, the input is not a paste of messages. kvfix
-#: then uses Headless.NONE, unless the input is an engine's log.
+#: If more than _FEW lines are neither known messages nor in tracebacks, the input is not a paste of messages. Unless
+#: the input is an engine's log, kvfix then parses almost no lines without a logger's prefix (Headless.NONE).
 _FEW = 5
 #: A Markdown heading, or a comment in a settings file. An input with one of these lines is not a paste of messages.
 _HEADING = re.compile(rb"\s*#{1,6} \S")
@@ -184,7 +184,7 @@ def _before_frame(text: bytes) -> tuple[float | None, str, bool]:
 
 @lru_cache(maxsize=1024)
 def _is_prefix(shape: bytes) -> bool:
-    """Return True if the text before LMCache's prefix is a container's prefix, and False if it is another message."""
+    """Return True if the text before LMCache's prefix is a container's prefix, and False if the text is a message."""
     if len(log_formats.without_prefix(shape)) > _HEAD - 4:
         return False
     other = Other(shape)

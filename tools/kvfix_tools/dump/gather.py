@@ -21,7 +21,7 @@ STACKS, RECORDER = 20, 5.0  # time limits in seconds for the stacks and for the 
 
 def gather(tree: list[Process]) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Return a summary row for each process, and the text of each file in the bundle."""
-    # Read the recorders before the stacks. py-spy pauses a process, and a paused process does not write its recorder.
+    # Read the recorder files before the stacks, because py-spy pauses a process, and a paused process writes no file.
     with ThreadPoolExecutor(max(1, len(tree))) as pool:
         recorded = list(pool.map(recorder, tree))
     rows, files = [], {}
@@ -91,7 +91,7 @@ def _files(process: Process) -> set[Path]:
 
 
 def ranks(connectors: list[dict[str, Any]]) -> list[str]:
-    """Return the roles of a process's connectors, such as "scheduler of 0a1b2" or "rank 1 of 2 of 0a1b2"."""
+    """Return each connector's role and engine id, such as "scheduler of 0a1b2" or "rank 1 of 2 of 0a1b2"."""
     known, rank = (line for line in connectors if line.get("engine")), "rank {rank} of {ranks} of {engine}"
     return sorted({(rank if line["role"] == "WORKER" else "scheduler of {engine}").format(**line) for line in known})
 
@@ -112,7 +112,7 @@ def main_frames(threads: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def where(threads: list[dict[str, Any]], connectors: list[dict[str, Any]]) -> str:
-    """Return the running hook, its recorded duration, and the current line. Return "" without a running hook."""
+    """Return the running connector method (hook), its recorded duration, and the current line, or "" if none runs."""
     frames = main_frames(threads)
     line = f", at {frames[0]['name']} ({frames[0]['filename']}:{frames[0]['line']})" if frames else ""
     inside = [each for each in connectors if each.get("inside")]

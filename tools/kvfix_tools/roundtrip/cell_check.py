@@ -122,7 +122,7 @@ class CellCheck:
         return found
 
     def loaded(self, generation: int, skip: int | None = None) -> Expected:
-        """Return the expected content of a poisoned KV cache after a load: tokens in their slots, poison elsewhere."""
+        """Return what a KV cache full of poison must hold after a load: tokens in their slots, and poison elsewhere."""
         token_in = self.token_in(self.cell.skipped if skip is None else skip)
 
         def expected(at: Coordinates) -> Identity:
@@ -155,7 +155,7 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
 
 @lru_cache(maxsize=512)
 def plain(size: int, device: torch.device) -> tuple[float, float]:
-    """Return the seconds of the fastest plain copies (to the host, back). The first copy each way does not count."""
+    """Return the seconds of the fastest plain copy to the host, and back. The first copy each way does not count."""
     on_device = torch.zeros(size, dtype=torch.uint8, device=device)
     on_host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     both = (on_host, on_device), (on_device, on_host)
@@ -165,7 +165,7 @@ def plain(size: int, device: torch.device) -> tuple[float, float]:
 
 
 def everywhere(generation: int) -> Expected:
-    """Return the content of a KV cache in which every slot holds its own identity."""
+    """Return the content of a KV cache in which each row encodes its own position (`Identity`)."""
     return lambda at: Identity(generation, at["layer"], at["kv"], at["slot"], at["head"], 0)
 
 

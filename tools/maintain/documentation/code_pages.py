@@ -1,4 +1,4 @@
-"""Make a page for each fix, finding of kvfix-diagnose and rule. Make tables of all fixes, findings and rules."""
+"""Make a page for each fix, each finding of kvfix-diagnose and each rule. Make tables of fixes, findings and rules."""
 
 import inspect
 

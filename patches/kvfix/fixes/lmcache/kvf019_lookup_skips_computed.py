@@ -4,8 +4,8 @@ Symptom: The log has `Num retrieved tokens: 0, num expected tokens: ...`. With k
 ends with an error. LMCache never stores some chunks, so hits end before these chunks.
 
 Cause: The lookup skips the chunks that vLLM has computed and adds their tokens to the hit (0.3.11
-lmcache_lookup_client.py:190-243). LMCache may not have these chunks. The client caches this hit for the next lookup of
-the request. By then vLLM may have evicted the computed tokens. LMCache also counts all tokens of this hit as stored.
+lmcache_lookup_client.py:190-243). LMCache may lack these chunks. The client caches this hit for the next lookup of the
+request. Before that lookup, vLLM may evict the computed tokens. LMCache also counts all tokens of this hit as stored.
 
 Fix: With the fix, the lookup asks for all chunks, as in earlier and later releases.
 - Releases: LMCache 0.3.10.post2 and 0.3.11.

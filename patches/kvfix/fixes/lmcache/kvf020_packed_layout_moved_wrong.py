@@ -7,7 +7,7 @@ dimension 3`. To see the bug, run `kvfix roundtrip --backend lmcache --layout pa
 Cause: vLLM 0.26 stores K and V of a head next to each other. A layer's cache has the shape `[blocks, heads, block size,
 2 * head size]`, with any strides (0.26.0 flash_attn.py:141). LMCache's transfer operation treats this cache as a single
 plane. The memory object `[2, layers, tokens, heads * head size]` has two planes, for K and V. The operation moves
-only the first plane, and only half of each slot, because this plane is half as wide (0.5.6 gpu_connectors.py:327).
+only the first plane and half of each slot, because a plane is half as wide as a slot (0.5.6 gpu_connectors.py:327).
 
 Fix: For layers of this shape, the fix copies K into the first plane of the memory object and V into the second plane.
 LMCache itself does so with older vLLM. Chunks stored without the fix stay wrong, so clear the disk and remote caches.
@@ -57,7 +57,7 @@ def _not_stored(connector: Any, memory_obj: Any, *_: Any, **__: Any) -> None:
 
 
 def _not_loaded(connector: Any, memory_obj: Any, start: int, end: int, *_: Any, **__: Any) -> None:
-    """`fix_retrieve` counts these tokens as not loaded, so LMCache reports the blocks of the tokens as failed."""
+    """Note these tokens as not loaded. `fix_retrieve` then makes LMCache report their blocks as failed."""
     vars(connector).setdefault(_EMPTY, []).append((start, end))
 
 
@@ -138,7 +138,7 @@ def scatter(torch: Any, tensor: Any, caches: Any, slots: Any, skip: int) -> None
 
 
 def _layers(torch: Any, tensor: Any, caches: Any) -> Iterator[tuple[Any, Any, int]]:
-    """Yield, for each layer: tokens [tokens, 2, heads, words], cache [blocks, size, 2, heads, words], block size."""
+    """Yield (KV [tokens, 2, heads, words], cache [blocks, slots, 2, heads, words], slots of a block) of each layer."""
     heads, block, width = caches[0].shape[1:]
     word = _word(torch, [*caches, tensor], width * caches[0].element_size() // 2)
     held = tensor.view(2, len(caches), -1, tensor.shape[3] * tensor.shape[0] // 2).view(word)

@@ -52,7 +52,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
     """After a store has ended, start two stores and end the second one. With the bug, all stores count as done."""
     stores = [stubs.Stub(query=lambda: False), stubs.Stub(query=lambda: True)]
     for store in stores:
-        store.to_cuda_future = lambda store=store: store  # the hook of 0.4.5 calls to_cuda_future
+        store.to_cuda_future = lambda store=store: store  # LMCache 0.4.5 calls to_cuda_future
     queue = list(stores)
     adapter = _mp.worker_side(
         is_kv_writer=True, finished_stores={stubs.NAME}, _kv_events_enabled=False,

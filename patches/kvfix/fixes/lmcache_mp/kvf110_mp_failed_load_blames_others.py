@@ -24,12 +24,12 @@ def fix(adapter: Any, answer: Any, request_id: str, op: Any, *_: Any, **__: Any)
     if request_id in adapter.retrieve_futures:
         future, blocks = adapter.retrieve_futures[request_id]
         adapter.retrieve_futures[request_id] = (future, [block for block in blocks if block not in skipped])
-    else:  # the server does not answer, so LMCache has reported the blocks
+    else:  # the server is silent, so LMCache has already reported the blocks as failed
         adapter.error_block_ids.difference_update(skipped)
 
 
 def _skipped(op: Any) -> list[int]:
-    """Return the blocks that the load skips, or [] for several KV groups, because 0.5.6 then reports request ids."""
+    """Return the blocks that the load skips. For several KV groups, LMCache 0.5.6 reports request ids, so return []."""
     blocks = op.block_ids
     if blocks and isinstance(blocks[0], list):
         if len(blocks) > 1:

@@ -5,13 +5,13 @@ Symptom: No error is logged. With `--enable-lora`, a prompt gets KV that another
 Cause: The cache key consists of the model, the tokens and `cache_salt` (lmcache_mp_metadata.py 0.5.6:91). The LoRA
 adapter changes the KV, but is not in the key. The hashes of vLLM's own prefix cache include the adapter's name.
 
-Fix: For a request with a LoRA adapter, the fix adds a hash of the adapter's name to `cache_salt` in LMCache's tracker.
+Fix: If a request has a LoRA adapter, the fix adds a hash of the adapter's name to the `cache_salt` of its tracker.
 
 Mixed roll-out: Install the fix on all engines that share a server, or on none of them. The server does not need the
 fix. For requests with a LoRA adapter, an engine with the fix does not find the chunks of an engine without the fix.
-An engine without the fix still shares KV between adapters. A server with quotas by `cache_salt` counts each adapter as
-a separate tenant. Requests without a LoRA adapter keep their keys.
-- Releases: LMCache 0.4.5 to 0.5.6, and 0.4.5 to 0.5.5 with lmcache_mp_connector_0201. vLLM's copy: 0.11.2 to 0.33.0.
+An engine without the fix still shares KV between adapters. If a server has a quota for each `cache_salt`, each adapter
+gets its own quota. Requests without a LoRA adapter keep their keys.
+- Releases: LMCache 0.4.5 to 0.5.6 (lmcache_mp_connector_0201: to 0.5.5). vLLM's own connector: vLLM 0.11.2 to 0.33.0.
 - Upstream: https://github.com/LMCache/LMCache/issues/2961, https://github.com/vllm-project/vllm/issues/44250 (open).
 - Remove when: The adapter is in the key.
 """

@@ -6,10 +6,10 @@ then log `Timeout waiting for P side ready`. The prefill engine may keep transfe
 Cause: When a prefill is aborted, its worker drops the transfer, and does not tell the decode engine that waits for the
 transfer (mooncake_connector.py 0.32.0:2584). If the prefill was aborted before it was scheduled, the worker has no
 transfer. The worker's `pop` then raises KeyError in a coroutine that no code awaits. The worker then fails to drop the
-remaining transfers of this step. The scheduler also does not tell the worker that a prefill has ended if a preemption
-has freed the prefill's blocks before (:1160).
+remaining transfers of this step. If a preemption has already freed the prefill's blocks, the scheduler does not tell
+the worker that the prefill has ended (:1160).
 
-Fix: If a decode request waits for the dropped transfer, or asks for it within the timeout, the prefill worker reports
+Fix: If a decode request waits for the dropped transfer, or asks for it before the timeout, the prefill worker reports
 the transfer as failed. In the decode engine, kv_load_failure_policy then decides whether the request fails or vLLM
 computes its prompt.
 - Releases: vLLM 0.20.2 to 0.33.0. 0.32.0 and 0.33.0 were tested. For the other releases, only the code was read.

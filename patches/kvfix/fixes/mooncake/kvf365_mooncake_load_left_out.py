@@ -6,7 +6,7 @@ sending on P side.` The decode engine logs nothing.
 Cause: If a transfer expires before the prefill engine sends the blocks, the prefill engine drops the transfer. The
 prefill engine's answer then lists the decode request neither as done nor as failed (mooncake_connector.py 0.32.0:1628).
 The decode engine handles only the requests that the answer lists (process_pulling_result, :2417). The decode engine
-ends the connection after the last answer.
+closes the connection after the last answer.
 
 Fix: If no answer has listed a request, the fix reports the request as failed after the last answer. Then
 kv_load_failure_policy decides whether the decode engine fails the request or computes the prompt.

@@ -16,7 +16,7 @@ from kvfix import clock
 from kvfix.fixes import _mooncake
 from kvfix.fixes.api import MOONCAKE_WORKER, Any, Fix, fix_before, note
 
-#: Seconds between checks. An entry must have no waiter in two checks, because a new entry has no waiter at first.
+#: Seconds between checks. The fix removes an entry that has no waiter in two checks. A new entry has no waiter yet.
 _PAUSE = 0.25
 
 
@@ -34,7 +34,7 @@ def start_load_kv(worker: Any, metadata: Any) -> None:
 
 
 def _name(worker: Any, names: list[tuple[str, str]]) -> None:
-    """Write prefill requests' ids into their entries, in the sender's event loop, before `record_send_reqs` runs."""
+    """Write each prefill request's id into its entry, in the sender's event loop, before `record_send_reqs` runs."""
     for transfer, name in names:
         sent = worker.reqs_need_send.get(transfer)
         if sent is not None and not sent.p_req_id:

@@ -7,8 +7,8 @@ WAITING_FOR_REMOTE_KVS and keeps its blocks.
 Cause: The router or any client can set `kv_transfer_params`. If the parameters ask for a remote prefill,
 get_num_new_matched_tokens promises the whole prompt (pull_scheduler.py 0.32.0:60). After the allocation of blocks,
 update_state_after_alloc checks whether the parameters name remote blocks (:186, assertion) and the prefill engine
-(:180, warning). The blocks are missing if prefill kept no blocks (KVF314). Blocks or engine can also be missing if the
-router is not made for this release of vLLM, or the request is malformed.
+(:180, warning). The blocks are missing if prefill kept no blocks (KVF314). The parameters can also be incomplete if the
+router is made for another release of vLLM, or if the request is malformed.
 
 The worker raises during the load if the blocks are not in lists, or if the name of engine, request or host is not a
 string. The worker also raises if the block ids are one flat list, in place of one list per KV group. The fix does not
@@ -54,13 +54,13 @@ def _names_blocks(params: Any, part: tuple[type, ...]) -> bool:
 
 
 def _fails_loads(module: Any) -> bool:
-    """Return True if the worker can report a failed load. With KVF311, malformed blocks then do not end the worker."""
+    """Return True if the worker can report a failed load. With KVF311, malformed blocks then fail only the load."""
     worker = sys.modules.get(module.__name__.replace("pull_scheduler", "pull_worker"))
     return hasattr(getattr(worker, "NixlPullConnectorWorker", None), "_handle_failed_transfer")
 
 
 def _asked_for(function: Any) -> tuple[str, ...]:
-    """Return the keys that update_state_after_alloc needs for a transfer. vLLM before 0.15 needs no request id."""
+    """Return the keys that update_state_after_alloc needs for a transfer. Before vLLM 0.15, it needs no request id."""
     constants = getattr(getattr(inspect.unwrap(function), "__code__", None), "co_consts", ())
     return next((each for each in constants if isinstance(each, tuple) and _KEYS[0] in each), _KEYS)
 

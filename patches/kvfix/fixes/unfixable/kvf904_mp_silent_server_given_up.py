@@ -8,7 +8,7 @@ done (vllm_multi_process_adapter.py 0.5.5:1857). vLLM frees the blocks, while a 
 
 The worker cannot wait for the transfers, because a server that has restarted never finishes them. The worker cannot
 detect a restart, because the client does not watch the connection (multiprocess/mq.py 0.5.5:281), and a restarted
-server answers pings like the old one.
+server answers pings like the old server.
 
 Workaround: Use LMCache 0.5.6 with KVF122. Or set `lmcache.mp.heartbeat_interval` above the server's longest pause.
 - Releases: LMCache 0.4.2 to 0.5.5. Tests show the bug in 0.4.5 to 0.4.7. For other releases, only the code was read.

@@ -30,7 +30,7 @@ class Chunks:
         self.not_stored = _all_null(self._options, self.objects)
 
     def keys(self, tokens: Any, end: int, salt: str) -> tuple[list[Any], list[int]]:
-        """Return the keys of whole chunks before `end`, and the tokens' contents. Keys depend on earlier tokens."""
+        """Return the keys of whole chunks before `end`, and the tokens' contents. A key depends on earlier tokens."""
         contents = Prefix(hash((1, salt or 1))).of(list(tokens[:end]))
         ends = range(self.size, end + 1, self.size)
         return [(salt, contents[last - 1]) for last in ends], contents
@@ -42,7 +42,7 @@ class Chunks:
     def right(self, stored: StoredObject, contents: list[int], number: int, rank: int) -> list[int]:
         """Return the right content of an object. contents: the right contents of the request's tokens."""
         end = (number + 1) * self.size
-        own = self._slots[rank][0].own  # `start` stays 0, because the first token of each chunk belongs to rank 0
+        own = self._slots[rank][0].own  # start=0 is right, because each chunk's first token belongs to rank 0
         parts = [own(of_rank(rank, group.right(contents[end - kept : end]))) for group, kept in stored.parts]
         return parts[0] if len(parts) == 1 else [content for part in parts for content in part]
 

@@ -139,7 +139,7 @@ class RealServer(Server):
         self.events.counts["server_restarts"] += 1
 
     def give_up_lookups(self) -> None:
-        """Record that the adapter may drop all lookups, as the server seems dead. `_end_leases` releases the locks."""
+        """Record that LMCache may drop all lookups, because the server seems dead. `_end_leases` releases the locks."""
         self._leases |= self._whose()
 
     def _end_leases(self) -> None:
@@ -215,7 +215,7 @@ class RealServer(Server):
         return self.process.delete(keys, tier, force) if keys else 0
 
     def kept(self) -> dict[str, set[str]]:
-        """Return requests with locks or unread lookups. The server reports only numbers; the lab knows the requests."""
+        """Return requests with locks or unread lookups. The server reports numbers, so the lab finds the requests."""
         self._end_leases()
         now = self.process.locks()
         self.events.counts["evicted_by_server"] += max(0, len(self.chunks.cache) - now["objects"])

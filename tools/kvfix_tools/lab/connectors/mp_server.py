@@ -40,7 +40,7 @@ class Heartbeat:
 
 
 def _client_without_socket() -> Any:
-    """Return LMCache's queue client without a socket, to simulate lost connections. Return None before 0.5.6."""
+    """Return LMCache's queue client without a socket, to simulate lost connections (None before LMCache 0.5.6)."""
     try:
         from lmcache.v1.multiprocess.transport.zmq_impl.mq import MessageQueueClient
     except ImportError:

@@ -30,7 +30,7 @@ class Copies:
 
     def __init__(self, rank: int, slots: Slots, options: Options) -> None:
         self.rank = rank
-        #: failing: the keys are the requests whose next load fails. failing_stores: requests whose next store fails.
+        #: The next load of each key of `failing` fails, and the next store of each request in `failing_stores` fails.
         self.failing: dict[str, int] = {}
         self.failing_stores: set[str] = set()
         self._delay = 2 * options.delay + (options.rank_delay if rank else 0)
@@ -51,7 +51,7 @@ class Copies:
 
     @contextmanager
     def of_job(self, fails: bool = False, done: Callable[[], None] = nothing) -> Iterator[None]:
-        """In this context, all copies are of one job. fails: copy nothing. done: called when the copies have ended."""
+        """In this context, all copies belong to one job. fails: copy nothing. done: called when the copies end."""
         self._fails, self._done = fails, done
         self.last = None
         yield

@@ -28,7 +28,7 @@ class BothRoles:
     """An offloading connector in the scheduler and worker roles, with the lab's memory."""
 
     events: RequestEvents
-    #: True if this is the only connector. If False, the lab records no loads and stores of this connector as events.
+    #: True if the engine has only this connector. If False, the lab records no events for loads and stores.
     alone = False
     #: Reads the connector's own state in the scheduler role (kvfix.connector_events.readers).
     reader: Any
@@ -40,7 +40,7 @@ class BothRoles:
         self._groups = kv_groups(options)
 
     def has_loaded(self, rank: int, name: str, span: tuple[int, int], several_groups: bool, fails: bool) -> None:
-        """Count a load. `loads_offloaded` counts only rank 0's loads. Record the load if this is the only connector."""
+        """Count a load. `loads_offloaded` counts only rank 0's loads. Record the load if `alone` is True."""
         self.events.counts["loads_offloaded"] += not rank
         self.events.counts["loads_of_groups"] += several_groups
         if self.alone:
@@ -138,7 +138,7 @@ class Offloading(BothRoles):
         self.has_loaded(rank, name, span, sum(map(bool, to.group_sizes)) > 1, fails)
 
     def _watch(self, manager: Any) -> None:
-        """Check the content of each chunk when the manager completes its store."""
+        """Check the content of each chunk when the manager completes the store of the chunk."""
         complete_store = manager.complete_store
 
         def completed(keys: Any, context: Any, success: bool = True) -> None:

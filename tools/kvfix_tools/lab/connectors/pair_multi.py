@@ -73,7 +73,7 @@ class MultiWorker(InMulti, V1Worker): ...
 
 
 class MultiSide(V1, PairSide):
-    """The scheduler and worker roles of one engine. An engine that is not in `Options.multi` has no LMCache."""
+    """Both roles of one engine's connector. An engine that is not in `Options.multi` has no LMCache."""
 
     worker = MultiWorker
     #: The class for an engine without LMCache.

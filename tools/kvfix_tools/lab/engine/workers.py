@@ -45,7 +45,7 @@ class Worker:
         self.called.start_load_kv(SimpleNamespace(attn_metadata=object() if forward else None))
 
     def bind(self, metadata: Any) -> None:
-        if hasattr(self.called, "handle_preemptions"):  # vLLM 0.11 lacks this hook
+        if hasattr(self.called, "handle_preemptions"):  # vLLM 0.11 lacks this method
             self.called.handle_preemptions(metadata)
         self.called.bind_connector_metadata(metadata)
 

@@ -1,4 +1,4 @@
-"""Draw the options of a schedule for one engine. The random generators of the schedule's seed choose the values."""
+"""Draw the options of one engine in a schedule. Random generators choose the values. The seed sets the generators."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from kvfix_tools.lab.options import OF_VLLM, SERVER_CHUNK, Options
 from kvfix_tools.lab.releases import FEATURES
 
-#: Options that are not drawn with a real server (_NOT_WITH_SERVER), or in a plain schedule (_FAULTS).
+#: Options that are not drawn with a real server (_NOT_WITH_SERVER), or in a schedule without faults (_FAULTS).
 _NOT_WITH_SERVER = ("ranks", "windows", "states", "offloading", "roles", "stops")
 _FAULTS = (*_NOT_WITH_SERVER, "sessions", "policy", "use_layerwise")
 
@@ -16,7 +16,7 @@ _FAULTS = (*_NOT_WITH_SERVER, "sessions", "policy", "use_layerwise")
 class Dice(NamedTuple):
     """The random generators of a seed. lacks: settings, options and steps that are not drawn.
 
-    Each option has its own generator. So an option that is not drawn changes no other option and no step of the seed.
+    Each option has its own generator. So an option that is not drawn changes no other option and no step.
     """
 
     seed: object
@@ -123,7 +123,7 @@ def _states(options: Options, dice: Dice) -> dict[str, Any]:
     own = None if options.windows else dice.lucky("states", 0.3)
     if own is None:
         return {}
-    # a request has two states at a time, and one more for each draft (MambaSpec.max_memory_usage_bytes)
+    # a request has two Mamba states at a time, and one more state for each draft (MambaSpec.max_memory_usage_bytes)
     drafts = min(options.drafts, options.block_size - 1)
     more = {"num_blocks": options.num_blocks + own.choice((2, 4, 8)) + 2 * drafts, "drafts": drafts}
     return {**more, "states": True, "prefix_caching": True, "separate_object_groups": own.random() < 0.5}
@@ -183,10 +183,10 @@ def _windows(options: Options, dice: Dice) -> dict[str, Any]:
         return {}
     window_blocks = rng.choice((1, 1, 2)) if chunk > options.block_size else 1
     block = options.block_size * window_blocks
-    # LMCache accepts a window shorter than a chunk only in whole blocks (v1/kv_layer_groups.py 0.5.6:727)
+    # LMCache requires whole blocks if a window is shorter than a chunk (v1/kv_layer_groups.py 0.5.6:727).
     windows = tuple(rng.sample(sorted({block, chunk, 2 * chunk, chunk + block}), rng.choice((1, 1, 2))))
     # vLLM does not start with fewer blocks than the longest request needs (kv_cache_interface.py 0.32.0:859).
-    # For drafts, vLLM keeps and allocates additional blocks
+    # With speculative decoding, vLLM also keeps and allocates blocks for the draft tokens.
     in_flight = options.max_num_batched_tokens * options.steps_in_flight + 2 * options.drafts
     most = [-(-min(window - 1 + in_flight, options.max_model_len) // block) + 1 for window in windows]
     drawn = {"windows": windows, "window_blocks": window_blocks, "num_blocks": options.num_blocks + sum(most)}

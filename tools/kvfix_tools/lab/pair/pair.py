@@ -123,7 +123,7 @@ class Pair(Engines):
                     engine.iterate()
 
     def step_alone(self, name: str, times: int = 1) -> None:
-        """Make `times` steps of one engine while the other engine hangs. Leases may expire."""
+        """Make `times` steps of one engine, and no steps of the other engine. Leases may expire."""
         self.may_fail()
         self.step(times, name)
 
@@ -144,7 +144,7 @@ class Pair(Engines):
         self.prefill.request_events.may_fail.add("")
 
     def time_passes(self, seconds: float) -> None:
-        """Let `seconds` seconds pass while both engines hang. Leases may expire."""
+        """Let `seconds` seconds pass while both engines make no steps. Leases may expire."""
         self.may_fail()
         self.network.time_passes()
         self.seconds += seconds
@@ -380,6 +380,6 @@ class Neighbours(Engines):
         if kind in ("admit", "configured", "session"):
             number = int(step[1].removeprefix("r"))
         if kind == "evict" and step[2]:
-            for engine in self.engines:  # loads of both engines may bring fewer tokens than promised
+            for engine in self.engines:  # the eviction may delete promised chunks of both engines
                 engine.request_events.may_fail.add("")
         return (self.engines[number % 2],)

@@ -1,4 +1,4 @@
-"""The engine class of a pair of engines, and base classes for the pair, its connector and its network."""
+"""Define the class of each engine in a pair, and base classes for the pair, its connectors and its network."""
 
 import functools
 from abc import abstractmethod

@@ -1,4 +1,4 @@
-"""The reference backend `torch`. It indexes tensors by their shape, without the row arithmetic of region.py."""
+"""The reference backend `torch` indexes tensors by their shape, without the row arithmetic of region.py."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -14,7 +14,7 @@ from kvfix_tools.roundtrip.region import Region
 #: Axes of a host buffer, outermost first. Each chunk has its own buffer.
 HOST = "layer token kv head"
 IN_FLIGHT = 2  # number of chunks in flight, each with its own stream and staging buffer
-#: Clock cycles that a slow stream sleeps: tens of milliseconds, longer than the work of other streams.
+#: A slow stream sleeps for this number of clock cycles (tens of milliseconds), longer than other streams work.
 SLEEP = 50_000_000
 Work = Callable[[], Any]
 #: {layout: order into which `paged` permutes the axes of a layer}
