@@ -11,7 +11,7 @@ HEALTHY = (
     "healthy-0.5.6", "healthy-0.5.6-debug", "healthy-plain-0.5.6", "healthy-quiet-0.5.6", "healthy-disk-0.5.6",
     "mp-0.5.6", "mp-0.5.6.server",
 )  # fmt: skip
-WINDOWS = {20: 3, 50: 7, 100: 11, 200: 17}  # {lines of an excerpt: lines from its start to the next start}
+WINDOWS = {20: 3, 50: 7, 100: 11, 200: 17}  # {lines of an excerpt: lines between the starts of two excerpts}
 ERRORS = (
     b"(APIServer pid=7) ERROR 11-21 10:01:10 [serving_chat.py:257] Error in preprocessing prompt inputs\n",
     b"[2026-11-21 10:01:10,123] LMCache ERROR: Failed to send heartbeat once (x.py:7:lmcache.v1.x)\n",
@@ -32,7 +32,7 @@ def parts(whole: list[bytes], step: int) -> Iterator[list[bytes]]:
 
 
 def found(text: bytes, general: bool = False) -> list[str]:
-    """Return the codes of findings except notes. general: also return notes of general records, except KVD1041."""
+    """Return the codes of findings that are not notes. general: add notes of general records, except KVD1041."""
     return [
         each.rule.code
         for each in diagnosed(text).findings

@@ -1,4 +1,4 @@
-"""Test that records of known problems are valid, have signs in released source, and do not match the same log line."""
+"""Test that records of known problems are valid, and have signs in released source. No log line fits two records."""
 
 import re
 from collections.abc import Mapping
@@ -233,7 +233,7 @@ _VERSION = re.compile(r"\d[\w.]*")
 
 
 def meet(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
-    """Return True if the ranges overlap for each distribution. Overlapping ranges share a bound, so try only bounds."""
+    """Return True if the ranges overlap for each distribution. Overlapping ranges both contain a tried bound."""
     for dist in one.keys() & other.keys():
         bounds = ["0", *_VERSION.findall(one[dist]), *_VERSION.findall(other[dist])]
         ranges = [SpecifierSet(each[dist], prereleases=True) for each in (one, other)]
@@ -243,7 +243,7 @@ def meet(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
 
 
 def second(problem: Problem, log: str) -> list[str]:
-    """Return the codes of findings in this log except `problem`. Omit records that share no release with `problem`."""
+    """Return the codes of the log's findings. Omit `problem`, and records that share no release with `problem`."""
     known = {each.code: each for each in catalogue()}
     records = {code: known.get(code) for code in codes(diagnose(log)) if code != problem.code}
     return [code for code, record in records.items() if record is None or meet(problem.releases, record.releases)]

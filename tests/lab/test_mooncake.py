@@ -51,7 +51,7 @@ ADDRESS = "tcp://prefill:1"
 
 @answers([True, True], [False, False])
 def test_blocks_are_kept_until_the_last_rank_has_written() -> list[bool]:
-    """With KVF369, only the last prefill rank ends a load. Return whether LAB001 and whether any rule is violated."""
+    """With KVF369, only the last prefill rank ends a load. Return [LAB001 is violated, any rule is violated]."""
     pair = late.Pair(RANKS)
     pair.ask("a", prompt(32, seed=2))
     pair.run()

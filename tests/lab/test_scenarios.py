@@ -1,4 +1,4 @@
-"""A scenario violates its rule only if the release has the bug and no fix is applied. The report names the fix."""
+"""A scenario violates its rule only if the release has the bug and no fix is applied. kvfix's report names the fix."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ SLUGS = [scenario.slug for scenario in scenarios()]
 
 
 def of_release(release: str) -> list[Scenario]:
-    """Return the scenarios to play. Connectors without LMCache are played only with the newest release of LMCache."""
+    """Return the scenarios to play. Only the newest release of LMCache plays connectors that do not use LMCache."""
     return [each for each in scenarios() if release == PLAYED[-1] or "lmcache" in KNOWN[each.options.connector].needs]
 
 
@@ -66,7 +66,7 @@ def test_as_released(slug: str, release: str, once: Once) -> None:
 def test_with_fixes(slug: str, release: str, once: Once) -> None:
     each = played(once, release)[slug, True]
     if not find(slug).fixes:
-        # No fix exists. The outcome may differ only if the run without fixes shows another bug.
+        # No fix exists. The outcome may be unexpected only if the run without fixes shows a second bug.
         assert each["outcome"] == each["expected"] or played(once, release)[slug, False]["also"], each
         return
     assert each["outcome"] in ("clean", "not-applicable"), each
@@ -78,7 +78,7 @@ def test_with_fixes(slug: str, release: str, once: Once) -> None:
 
 def test_a_fix_acts_in_the_scenarios_of_its_bug(once: Once) -> None:
     found = {slug: each["acted"] for (slug, fixes), each in played(once, "0.5.6").items() if fixes}
-    # In this scenario, KVF322 ends the load without the registration that raises. So KVF325 has no exception to catch.
+    # In this scenario, KVF322 ends the load, so no registration raises, and KVF325 has no exception to catch.
     assert {slug for slug, counts in found.items() if not all(counts.values())} <= {"nixl-push-thread-loses-notices"}
     assert len({code for counts in found.values() for code in counts}) > 60
 

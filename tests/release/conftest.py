@@ -9,7 +9,7 @@ import pytest
 
 from maintain import release
 
-#: Prefixes of variables that tell pip and git which servers to use. `shell` drops all other variables of the tests.
+#: Prefixes of environment variables that tell pip and git which servers to use. `shell` keeps only these variables.
 _KEPT = ("PIP_", "SSL_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "no_proxy")
 
 Shell = Callable[..., "subprocess.CompletedProcess[str]"]

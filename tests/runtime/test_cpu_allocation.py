@@ -31,8 +31,8 @@ class Never(Exception): ...
 )
 @answers(also="fixes release answer")
 def test_a_load_waits_ten_seconds_in_all(chunks: int, room: int, every: int, more: dict[str, Any]) -> list[Any]:
-    """Return, for each of two loads, the number of chunks that get memory, and the seconds of waiting. First, `room`
-    chunks get memory. Then one chunk gets memory every `every` seconds (0: never)."""
+    """Return [number of chunks that get memory, seconds of waiting] for each of two loads. First, `room` chunks get
+    memory. Then one chunk gets memory every `every` seconds (0: never)."""
     import lmcache.v1.storage_backend.local_cpu_backend as module
 
     now, slept, taken = [1000.0], [0.0], [0]

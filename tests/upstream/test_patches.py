@@ -90,7 +90,7 @@ class Release:
         return dict(self.fork_server(patched.tried, None, str(folder), dist, tests, code, played, list(fixes)))
 
     def plays(self, connector: str, code: str) -> list[str]:
-        """Return digests of plain schedules without the patch. Apply the fix if the fix changes healthy schedules."""
+        """Return digests of healthy schedules without the patch. Apply the fix if the fix changes healthy schedules."""
         if code not in changing(connector):
             return list(self.unpatched["healthy"][connector])
         return list(self.ask(self.scratch, "", [], "", [connector], (code,))["healthy"][connector])
@@ -211,7 +211,7 @@ def test_their_tests(row: upstream.Ready, offline: ForkServer, tmp_path: Path) -
         assert found, f"{tests} do not run"
         return {name for name, outcome in found.items() if outcome == "failed"} - known.keys()
 
-    # Run one file at a time, because some files disturb other files. Tests with deadlines fail in some runs only.
+    # Run each file alone, because files disturb each other. Run it three times, because tests with deadlines can fail.
     for file in {name.partition("::")[0] for name in failing(folder, theirs(row))}:
         always = set[str].intersection(*(failing(folder, [file]) for _ in range(3)))
         assert always <= failing(tmp_path / "released", [file])

@@ -149,7 +149,7 @@ def dump(
     out: Annotated[Path, value("DIR", "Write the bundle into this folder.", "-o")] = Path(),
     json: Json = False,
 ) -> None:
-    """Write one tar.gz with the stacks of a running or hung engine, and the events that kvfix recorded in it.
+    """Write one tar.gz with the stacks of a running or hung engine, and the events that kvfix recorded in the engine.
 
     Exit 0: the bundle is written. 77: the bundle is written, but kvfix could read no process of the engine.
     """

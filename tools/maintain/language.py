@@ -1,6 +1,6 @@
 """Check that texts are plain English: `python -m maintain language`, which `make lint` runs.
 
-The command prints `file:line: problem`, and exits with 1 if anything is wrong. It reads PAGES and the docstrings of
+The command prints `file:line: problem`, and exits with 1 if anything is wrong. The check reads PAGES and docstrings of
 MODULES, but no tables, headings or code blocks. A code span, or an address without a link text, counts as one word.
 """
 

@@ -21,7 +21,7 @@ def settled(worker: Any) -> set[str]:
 
 
 def in_sender(worker: Any, function: Callable[..., Any], *arguments: Any) -> None:
-    """Run a fix's function in the sender's event loop. kvfix logs an error of the function."""
+    """Run a fix's function in the worker's `sender_loop`. If the function raises, kvfix logs the error."""
     where = f"{function.__module__}.{function.__name__}"
     worker.sender_loop.call_soon_threadsafe(engine_log.guarded, where, function, *arguments)
 

@@ -62,7 +62,7 @@ def nothing_cached(adapter: Any, request_id: str) -> None:
 
 
 def answer_in_flight(client: Any, answers: Mapping[str, Any]) -> int:
-    """Answer the client's pending requests in place of the server, which is gone. Return the number of requests.
+    """Answer the client's pending requests in place of the server, which is gone. Return the number of answers.
 
     answers: {operation: answer}. Requests of other operations stay pending. Call this function in the thread that calls
     `cancel_streams`.
@@ -125,7 +125,7 @@ def scheduler_side(module: ModuleType, found: int | None = 0) -> Any:
 
 
 def tracked(module: ModuleType, request: Any, found: int | None = 0, **counts: int) -> tuple[Any, Any]:
-    """Return a connector that has looked up this request, and the request's tracker, for probes. counts: in tokens."""
+    """Return, for probes, a connector and its tracker of this request. counts: counts of the tracker, in tokens."""
     connector, tracker = scheduler_side(module, found), module.LMCacheMPRequestTracker(request)
     connector.request_trackers[request.request_id] = tracker
     for name, count in counts.items():

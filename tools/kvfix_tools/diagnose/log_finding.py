@@ -35,7 +35,7 @@ class LogFinding:
         self.severity = Severity.NOTE if answer.note else rule.severity
         #: Number of lines that the diagnosis had read when the problem began.
         self.began = math.inf
-        #: True if another program may have logged the line. The finding becomes a note if the log has no engine.
+        #: True if another program may have logged the line. If no engine wrote the log, the finding becomes a note.
         self.is_foreign = False
         #: The finding that is the cause of this finding, or None.
         self.follows: LogFinding | None = None
@@ -92,8 +92,8 @@ def in_order(findings: list[LogFinding]) -> list[LogFinding]:
     causes = [found for found in troubles if not found.rule.symptom] or troubles[:1]
     for found in findings:
         before = [each for each in causes if each.began <= found.began or each.file != found.file]
-        # A symptom follows from the last cause before this symptom or in another file. If a symptom has no line, it
-        # follows from the first cause.
+        # A symptom follows from the last cause that began before the symptom or is in another file. A symptom without
+        # a line follows from the first cause.
         follows = before and found.rule.symptom and found not in causes
         found.follows = before[0 if math.isinf(found.began) else -1] if follows else None
     tiers = {Severity.RISK: 2, Severity.NOTE: 3}

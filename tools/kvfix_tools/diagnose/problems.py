@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 #: The kinds of lines that signs can match.
 LINES = ("logged", "raised", "died", "stack")
-#: For each vLLM release that was examined for the records, the next older examined release.
+#: {vLLM release that was examined for the records: next older examined release}
 _BEFORE = {"0.15": "0.11.2.post2", "0.20": "0.15.1", "0.26": "0.20.2", "0.32": "0.26.0"}
 
 
@@ -103,7 +103,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return next((found for sign in self.shows if (found := fits(sign, line)) is not None), None)
 
     def look(self, log: Diagnosis, line: LogLine | None, nearly: bool = False) -> Answer | None:
-        """Return an answer if this line shows the problem, else None. `concerns` describes `nearly`."""
+        """Return an answer if this line shows the problem, else None. `concerns` explains the parameter `nearly`."""
         decides = findings.FUNCTIONS.get(self.name)  # Diagnosis imported all modules that register functions
         if decides is not None:
             return decides(log, line)
@@ -188,7 +188,7 @@ def rules() -> dict[str, tuple[Problem, ...]]:
 
 
 def of_ledger(violated: Finding) -> Problem:
-    """Make a record for a violated rule of the ledger, with the texts of the rule."""
+    """Make a record for a violated rule of the ledger, with the name and the text `doc` of the rule."""
     rule = next(each for each in RULES if each.code == violated.code)
     title = f"{rule.name.replace('-', ' ').capitalize()}."
     cause = " ".join(rule.doc.strip().partition("\n\n")[0].split())

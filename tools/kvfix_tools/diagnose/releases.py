@@ -139,7 +139,7 @@ def _of_statement(place: str) -> frozenset[str]:
     if path.rpartition("/")[2] != "core.py":
         return frozenset()
     places = (each for row in statements.known()["vllm"] if row.message == "fatal" for each in row.lines.items())
-    # A release's first statement is in EngineCoreProc, _BEFORE lines below the statement that logs a failed start.
+    # The smallest line number in `lines` is in EngineCoreProc. A failed start is logged _BEFORE lines above this line.
     return frozenset(release for release, lines in places if int(line) in (*lines, min(lines) - _BEFORE))
 
 

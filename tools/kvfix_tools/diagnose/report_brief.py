@@ -15,7 +15,7 @@ from kvfix_tools.diagnose.log_finding import LogFinding, by_kind
 from kvfix_tools.diagnose.log_line import LogLine, without_tokens
 from kvfix_tools.diagnose.report_text import named_versions, nothing_found, read_words
 
-#: Maximum size of the summary in bytes and of a line in characters, and maximum numbers of each kind of entry.
+#: Maximum bytes of the summary, maximum characters of a line, and maximum number of entries of each kind.
 LIMIT, _WIDTH = 8000, 300
 _EXCEPTIONS, _FRAMES, _FINDINGS, _UNKNOWN, _PROCESSES = 4, 6, 6, 5, 6
 #: Settings in vLLM's line `non-default args: ...` that decide what a connector does.
@@ -27,7 +27,7 @@ _SETTINGS = re.compile(
     r"|'[^']*'|[^,}]+)"
 )
 _URL = re.compile(r"https://github\.com/[\w./-]*\w")
-#: Path of a file in a package. The group has only the part from the package on, without the folders of the host.
+#: Path of a file in a package. The group begins at the package, and leaves out the folders of the host.
 _PACKAGE = re.compile(r"(?:^|/)(?:(?:site|dist)-packages/|(?=(?:vllm|lmcache|nixl|mooncake)/))(\S+)$")
 _PACKAGED = re.compile(
     r"(?<![\w./])/(?:[\w.@+-]+/)*(?:site-packages/)?((?:vllm|lmcache|nixl|mooncake)/(?:\w+/)*\w+\.py)"

@@ -41,8 +41,8 @@ class Scenario:
     - needs: {distribution: specifier of the releases that can play the schedule}. {} stands for all supported releases.
     - wrong: {distribution: specifier of the releases with the bug}. {} stands for the releases of `needs`. On a
       release without the bug, the schedule must have no finding.
-    - not_in_hooks: why kvfix, which sees only hooks, does not report the bug in a real engine. "": kvfix reports it.
-      Default: "" for a rule KVR... or with `hooks_rule`, CONTENT for _CONTENT_RULES, REQUEST for other rules LAB...
+    - not_in_hooks: why kvfix, which sees only hooks, does not report the bug in a real engine. "": kvfix reports the
+      bug. Default: CONTENT for _CONTENT_RULES, REQUEST for other rules LAB..., "" for KVR... or with `hooks_rule`.
     - hooks_rule: the rule that kvfix reports from the hooks, if kvfix reports another rule than `rule`
     - hooks_releases: the LMCache releases in which kvfix reports the bug. () stands for all releases.
     """
@@ -117,7 +117,7 @@ large_chunks = functools.partial(scenario, options=Options(chunk_size=256, max_n
 def mp_scenarios(
     *parts: Any, shows: str, wrong: str = ">=0.4.5", vllm: str = ">=0.22.0", options: Any = None, **more: Any
 ) -> tuple[Scenario, Scenario]:
-    """Return scenarios with these steps for LMCache's multi-process connector and for vLLM's copy of it.
+    """Return scenarios with these steps for LMCache's multi-process connector and vLLM's copy of this connector.
 
     wrong: releases of LMCache whose own connector has the bug. vLLM's copy runs only with LMCache 0.4.4 to 0.4.6.
     vllm: releases of vLLM that show the bug. options: fields of `Options`. more: fields of `Scenario`.

@@ -29,14 +29,14 @@ from kvfix.fixes.api import LMCACHE_MP, Any, Fix, fix_after, note
 
 @fix_after(when=_windows.has_transfers, on_fault=_closed.drop_stores)
 def fix(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> None:
-    """End each store of the step before the first chunk whose window blocks vLLM does not have."""
+    """Let each store end before the first chunk whose window blocks vLLM does not have."""
     computed, windows, chunk = _windows.computed(scheduler_output), _windows.of(connector), _mp.chunk_size(connector)
     for meta in list(metadata.requests):
         if meta.direction != "STORE" or meta.request_id not in computed:
             continue
         tracker, op = connector.request_trackers[meta.request_id], meta.op
         cut = getattr(tracker, "_kvfix_cut", None)
-        if cut is op:  # the fix has cut this store already, after `_process_new_requests`
+        if cut is op:  # the fix has already cut this store, in its call after `_process_new_requests`
             continue
         end = op.start if cut is not None else _whole_until(op, windows, chunk, computed[meta.request_id])
         if end == op.end:

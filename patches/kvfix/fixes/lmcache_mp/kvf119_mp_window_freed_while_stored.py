@@ -55,7 +55,7 @@ class Stores:
     freed: set[int] = field(default_factory=set)
 
     def step(self, computed: dict[str, int], scheduled: dict[str, int], open_requests: Any) -> None:
-        """Record the blocks that vLLM frees when a step begins. computed, scheduled: tokens of the step's requests."""
+        """Record the blocks that vLLM frees when a step begins. computed, scheduled: tokens of each request."""
         for stored in self.held:
             if stored.request in computed:
                 self.freed.update(stored.leave(computed[stored.request]))

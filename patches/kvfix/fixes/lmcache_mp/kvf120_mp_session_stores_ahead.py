@@ -4,9 +4,9 @@ Symptom: Nothing is logged. With speculative decoding or asynchronous scheduling
 session (streaming input) return wrong text.
 
 Cause: The tracker adds up the tokens of all steps (`num_scheduled_tokens`, lmcache_mp_metadata.py 0.5.6:273). The sum
-includes rejected drafts, and tokens that vLLM dropped because they were in flight when a turn ended. While vLLM
-generates, the sum does no harm, because LMCache stores no more tokens than the request has. When new input comes, the
-request has many more tokens than vLLM has computed, and LMCache stores chunks that are not computed yet.
+includes rejected drafts, and the tokens in flight that vLLM drops at the end of a turn. While vLLM generates,
+the sum does no harm, because LMCache stores no more tokens than the request has. When new input comes, the request has
+many more tokens than vLLM has computed, and LMCache stores chunks that are not computed yet.
 
 Fix: If a newly scheduled request already has a tracker, the fix sets the sum to the computed tokens minus the larger
 hit (vLLM's or LMCache's).

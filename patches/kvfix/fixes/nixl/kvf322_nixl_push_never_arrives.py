@@ -10,8 +10,8 @@ the KV went to another request with the same id. The prefill engine may also be 
 router sends a request to both engines at once, each engine may wait for the other engine's blocks.
 
 After `push_registration_timeout`, build_connector_meta drops the registration and logs the timeout (push_scheduler.py
-0.32.0:297-330), but the worker continues to wait. vLLM keeps the blocks of an aborted request until the worker reports
-the request's load (v1/core/sched/scheduler.py 0.32.0:2703).
+0.32.0:297-330), but the decode worker continues to wait. vLLM keeps the blocks of an aborted request until the worker
+reports the request's load (v1/core/sched/scheduler.py 0.32.0:2703).
 
 Fix: The fix adds an end time to the registration. After this time the prefill engine's worker begins no write. Five
 seconds later the decode engine's worker reports the load as failed, and vLLM applies `kv_load_failure_policy`.
@@ -25,7 +25,7 @@ So add the fix to prefill first, and remove the fix from prefill last.
 from kvfix.fixes import _closed, _nixl, api
 from kvfix.fixes.api import NEW_REQUESTS, Any, Fix, Steps, fix_after, fix_around, fix_before, note
 
-#: Key of a registration's end time. The scheduler clock of the decode engine measures this time.
+#: Key of a registration's end time, in seconds of the decode engine's scheduler clock.
 _UNTIL = "kvfix_until"
 
 
@@ -48,12 +48,12 @@ def start_load_kv(worker: Any, metadata: Any) -> None:
 
 @fix_before(when=lambda worker: getattr(worker, "_kvfix_ends", None))
 def get_transfer_results(worker: Any) -> None:
-    """Fail the loads whose registration has ended."""
+    """Fail each load whose registration ended more than five seconds ago."""
     now = _nixl.now()
     for name, until in list(worker._kvfix_ends.items()):
         if name not in worker._recving_metadata:
             del worker._kvfix_ends[name]
-        elif now > until + 5.0:  # a write that began before the end may finish
+        elif now > until + 5.0:  # a write that began before the end time may take five seconds more
             del worker._kvfix_ends[name]
             note(__name__, f"request {name}: its load has timed out")
             worker._failed_recv_reqs.put(name)
@@ -62,7 +62,7 @@ def get_transfer_results(worker: Any) -> None:
 # If the fix raises, prefill writes nothing, and the decode engine's load times out.
 @fix_around(when=lambda worker, request, blocks, registration: _UNTIL in registration, on_fault=_closed.nothing)
 def _do_start_push_kv(worker: Any, request_id: str, local_block_ids: Any, registration_data: Any) -> Steps:
-    """Begin no write in the prefill worker after the end of the registration."""
+    """Begin no write in the prefill worker after the end time of the registration."""
     offset = worker._engine_clock_offset.get(registration_data["decode_engine_id"])
     if offset is None or _nixl.now() < registration_data[_UNTIL] - offset:
         return (yield)  # if the clock offset is unknown, vLLM connects and calls this function again

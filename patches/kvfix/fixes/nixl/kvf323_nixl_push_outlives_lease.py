@@ -2,15 +2,15 @@
 
 Symptom: The prefill engine logs `Releasing expired KV blocks for request ...`; the decode engine logs nothing.
 
-Cause: The worker frees a request's blocks at the end of the lease, even while a write reads the blocks. vLLM's comment
-says: "Expired requests were already reported, even if their WRITEs finish later" (push_worker.py 0.32.0:833).
+Cause: The prefill worker frees a request's blocks at the end of the lease, even while a write reads the blocks. vLLM
+comments: "Expired requests were already reported, even if their WRITEs finish later" (push_worker.py 0.32.0:833).
 
 The writer thread does not check whether the lease is over. After a handshake that took longer than the lease, the
-thread writes from blocks that are already free. vLLM does not remove the expired request from `_deferred_push_inbox`
-(:249). After the write, a notice tells the decode engine that all blocks have arrived.
+thread writes from blocks that are already free. vLLM does not remove the expired request from `_deferred_push_inbox`,
+the queue of writes after a handshake (:249). After the write, a notice tells decode that all blocks have arrived.
 
 Fix: The fix keeps a request's lease until the write is done. No write begins after the lease has ended. If no
-write begins, the decode engine waits for the blocks, as after an aborted prefill. With KVF322, this load times out.
+write begins, decode waits for the blocks, as after an aborted prefill. With KVF322, decode's load then times out.
 - Remove when: vLLM keeps blocks as long as a write reads them.
 """
 
@@ -19,7 +19,7 @@ import threading
 from kvfix.fixes import _closed, _nixl
 from kvfix.fixes.api import GO_ON, NIXL_BASE_WORKER, NIXL_PUSH_WORKER, Any, Fix, Steps, fix_around, note, stubs
 
-#: The writer thread and the thread that runs the worker's hooks hold this lock only briefly.
+#: The writer thread and the thread of the worker's hooks share _BEGINNING and _OVER under this lock.
 _lock = threading.Lock()
 #: _BEGINNING: a worker's attribute with the requests whose write is starting.
 #: _OVER: a worker's attribute with the newest _MOST requests whose lease has ended.

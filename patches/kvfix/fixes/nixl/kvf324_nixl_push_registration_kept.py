@@ -5,10 +5,10 @@ Symptom: Memory grows with each decode request whose prefill is aborted, or whos
 Cause: A registration names the decode engine's blocks. Until the prefill ends, `_pending_d_registrations` keeps the
 registration under decode's request id. To drop the registration, the worker uses prefill's request id (push_worker.py
 0.32.0:276, `_evict_finished_inbox`). The two ids have different ends (`-` and eight hex digits), so the worker drops
-nothing. To pair requests, the worker compares ids without the ends (:409). So the worker can write KV of a later
-request with the same id into the blocks of the old registration. The later decode request gets no KV.
+nothing. To find a prefill's registration, the worker compares ids without the ends (:409). So the worker can write KV
+of a later request with the same id into the blocks of the old registration. The later decode request gets no KV.
 
-Fix: The fix drops a registration after `push_registration_timeout`. The decode engine has timed out before that.
+Fix: The fix drops a registration after `push_registration_timeout`. The decode engine's own timeout ends earlier.
 - Remove when: vLLM drops registrations for which nothing is pushed.
 """
 

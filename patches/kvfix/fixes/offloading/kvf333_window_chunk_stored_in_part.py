@@ -1,6 +1,6 @@
 """Later requests return wrong text: OffloadingConnector stores an incomplete chunk of a sliding window.
 
-Symptom: Nothing is logged. The bug needs sliding windows, and `blocks_per_chunk` (or `block_size`) above one block.
+Symptom: Nothing is logged. The bug needs sliding windows and multi-block chunks (`blocks_per_chunk` or `block_size`).
 
 Cause: A request that begins with a hit has null blocks in front of its window. Even if the window begins within a
 chunk, OffloadingConnector checks only the chunk's last block. OffloadingConnector then stores the blocks that are not

@@ -8,7 +8,7 @@ Cause: In the parameters, the tier expects dictionaries such as `remote_decoder`
 The tier does not check the types (tiering/p2p/manager.py 0.32.0:78-168), and uses `kv_request_id` as a key in the
 lookup and when the request ends (:392, :467). The scheduler catches no error.
 
-Fix: The fix ignores malformed values. The tier then has nothing for the request, so this engine computes the request.
+Fix: The fix ignores malformed values. If the tier then has no peer to load from, this engine computes the KV.
 - Remove when: `_parse_source` and `_parse_dest` check the form of the values.
 """
 

@@ -8,10 +8,10 @@ pipeline parallelism, vLLM may also schedule a token beyond `max_tokens`. When t
 last token of the turn and continues without it (`_update_request_as_session`, scheduler.py 0.32.0:1650). Attention
 layers overwrite the KV of the dropped token. A state cannot be rolled back, so it still includes the dropped token.
 
-Speculative decoding has the same effect. vLLM drops accepted draft tokens that come after the end of a turn
+With speculative decoding, vLLM drops accepted draft tokens that come after the end of a turn
 (`_update_request_with_output`, :2508), but the state still includes these tokens.
 
-Workaround: For streaming input to these models, use `--no-async-scheduling` and no speculative decoding.
+Workaround: For streaming input to models with state layers, use `--no-async-scheduling` and no speculative decoding.
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested with state layers. Tests show the bug with pipeline
   parallelism and with draft tokens. For a turn that ends at a stop token, only the source was read.
 - Remove when: vLLM recomputes the state of a session from the last state that vLLM has kept.

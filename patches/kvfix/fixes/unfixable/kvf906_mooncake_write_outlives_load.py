@@ -12,7 +12,7 @@ The prefill engine takes the message late if its process hangs, or if all of its
 The message carries no deadline, so a fix needs changes in both engines.
 
 Workaround: Set VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT to a larger number of seconds on the decode engine than on the
-prefill engine, for example 960 and 480. A message may then wait for 60 s plus the difference of both values. Set a
+prefill engine, for example 960 and 480. A message may then wait for 60 s plus the difference of the two timeouts. Set a
 larger `num_workers` in the prefill engine's kv_connector_extra_config, so that messages wait less.
 - Remove when: The prefill engine and the decode engine agree when a load ends.
 """

@@ -26,8 +26,8 @@ def plugins(setup: Setup) -> Iterator[Line]:
 
 @check("fixes")
 def fixes(setup: Setup) -> Iterator[Line]:
-    """Lists the known bugs that kvfix fixes in the installed releases. A bug of a release is no problem of the set-up.
-    The list leaves out opt-in fixes."""
+    """Lists the known bugs that kvfix fixes in the installed releases, without the bugs of opt-in fixes. Reports no
+    problem, because the user's settings do not cause the bugs."""
     if setup.packages.places is not None or (setup.vllm is None and setup.lmcache is None):
         return
     fixes = [fix for fix in catalogue.fixes() if not fix.opt_in]
@@ -41,7 +41,7 @@ def fixes(setup: Setup) -> Iterator[Line]:
 
 @check("sliding-windows")
 def sliding_windows(setup: Setup) -> Iterator[Line]:
-    """Checks that the fixes for sliding windows are on if the multi-process connector needs them. Without the fixes,
+    """If the multi-process connector needs the fixes for sliding windows, checks that kvfix is on. Without the fixes,
     LMCache stores wrong KV under valid keys, and the model returns wrong text without an error."""
     if setup.mp is None or not has_windows(setup) or setup.has_option("disable-hybrid-kv-cache-manager"):
         return
@@ -59,7 +59,7 @@ def _is_off(setup: Setup) -> bool:
 
 
 def _has_bug(target: Target, setup: Setup) -> bool:
-    """Return True if kvfix knows that the installed function has the bug. The package may belong to another Python."""
+    """Return True if kvfix knows that the installed function has the bug. The package may be in another Python."""
     package = setup.packages.get(target.dist)
     file = package.file(target.module) if package else None
     known = applicability.fingerprints()[target.dist]["functions"].get(target.name, {})

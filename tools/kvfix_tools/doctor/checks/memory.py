@@ -16,7 +16,7 @@ _RDMA = re.compile(r"|\^.*|(?:.*,)?(?:all|ib|rdma|srd|(?:rc|ud|dc|gga)(?:_\w+)?)
 
 
 def _wanted(setup: Setup) -> tuple[float, str] | None:
-    """Return (bytes of host memory that LMCache will allocate, the setting that defines them), or None if unknown."""
+    """Return (bytes of host memory that LMCache will allocate, the setting with this size), or None if unknown."""
     if setup.is_server:
         given = setup.option("l1-size-gb")
         return (float(given) * GIB, f"--l1-size-gb {given}") if re.fullmatch(r"\d+(\.\d+)?", given) else None
@@ -88,7 +88,7 @@ def locked(setup: Setup) -> Iterator[Line]:
 
 @check("shared-memory")
 def shared(setup: Setup) -> Iterator[Line]:
-    """/dev/shm has room for the messages between vLLM's processes, and for LMCache's L1 with --shm-name."""
+    """/dev/shm has room for the messages between vLLM's processes, and for LMCache's L1 if --shm-name is set."""
     found = setup.machine.shared_memory()
     if setup.in_container:
         yield unchecked("/dev/shm of the container is unknown here", remedy("KVD1894"))

@@ -1,4 +1,4 @@
-"""Check the model's KV groups and blending, the parallel sizes, and the KV layout."""
+"""Check the model's KV groups, the parallel sizes, the KV layout, and LMCache's blending."""
 
 import ast
 import re
@@ -18,7 +18,7 @@ _STATE = (
 
 @check("hybrid-model")
 def hybrid(setup: Setup) -> Iterator[Line]:
-    """A model with Mamba or linear attention layers has a connector that supports several KV groups."""
+    """If the model has Mamba or linear attention layers, the connector supports several KV groups."""
     lmcache = next(iter(setup.lmcache_connectors), None)
     if lmcache is None:
         return
@@ -31,7 +31,7 @@ def hybrid(setup: Setup) -> Iterator[Line]:
     kind = str(setup.model.get("model_type") or "this model")
     off = setup.has_option("disable-hybrid-kv-cache-manager")
     takes = not lmcache.is_v1 and _takes_groups(setup)
-    # Servers with `all_null_chunk_masks` (LMCache 0.5.4 and later) have the bug of KVF125, and store null blocks.
+    # LMCache servers that define `all_null_chunk_masks` (0.5.4 and later) store null blocks of states (KVF125).
     server = setup.packages.tree("lmcache.v1.multiprocess.modules.lmcache_driven_transfer")
     if state and (off or not takes):
         why = "--disable-hybrid-kv-cache-manager is set" if off and takes else f"{lmcache.name} supports one group only"
@@ -60,7 +60,7 @@ def has_windows(setup: Setup) -> bool:
 
 
 def _takes_groups(setup: Setup) -> bool:
-    """Return True if LMCache's multi-process connector supports several KV groups (vLLM's class SupportsHMA)."""
+    """Return True if LMCache's multi-process connector supports several KV groups (inherits vLLM's SupportsHMA)."""
     node = defined(setup.packages.tree("lmcache.integration.vllm.lmcache_mp_connector"), "LMCacheMPConnector")
     bases = [ast.unparse(each) for each in node.bases] if isinstance(node, ast.ClassDef) else []
     return "SupportsHMA" in bases and not setup.environment.get("LMCACHE_USE_UPSTREAM_MP")
@@ -87,7 +87,7 @@ def parallel(setup: Setup) -> Iterator[Line]:
 
 
 def _context(setup: Setup, context: int) -> Iterator[Line]:
-    """Check decode context parallelism. Without support, LMCache stores nothing (vllm_v1_adapter.py 0.5.6:1159)."""
+    """Check decode context parallelism. Connectors without support store nothing (vllm_v1_adapter.py 0.5.6:1159)."""
     for connector in setup.lmcache_connectors if context > 1 and setup.lmcache else ():
         module = "vllm_v1_adapter" if connector.is_v1 else "lmcache_mp_connector"
         is_copy = connector.is_mp and setup.environment.get("LMCACHE_USE_UPSTREAM_MP")

@@ -9,7 +9,7 @@ from typing import Any
 NOTHING = 0
 GARBAGE = -1
 VOCABULARY = 512
-#: In a cache, a rank's contents are marked with the rank (XOR rank << _MARK). In the rank's slots they have no mark.
+#: A cache holds each rank's contents XOR (rank << _MARK). The rank's slots hold the contents without this mark.
 _MARK = 32
 
 
@@ -19,7 +19,7 @@ def next_token(content: int) -> int:
 
 
 def first_difference(one: Iterable[int], other: Iterable[int]) -> int:
-    """Return the first index at which two sequences differ, or the length of the shorter one if none differs."""
+    """Return the first index at which two sequences differ, or the length of the shorter sequence if none differs."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
@@ -32,7 +32,7 @@ class Prefix:
         self.contents: list[int] = []
 
     def of(self, tokens: Sequence[int]) -> list[int]:
-        """Return the contents of `tokens`, perhaps followed by more contents. Callers must not change the list."""
+        """Return the contents of `tokens`. Contents of later tokens may follow. Callers must not change the list."""
         known = len(self._tokens)
         if known < len(tokens):
             new = list(tokens[known:])
@@ -77,7 +77,7 @@ class Slots:
         return slots
 
     def own(self, contents: list[int], start: int = 0) -> list[int]:
-        """Return the contents of tokens from `start` on, with NOTHING for each token that another rank has."""
+        """Return `contents`, which begin at token `start`, with NOTHING for each token that another rank has."""
         return contents
 
     def spoil(self, block: int) -> None:

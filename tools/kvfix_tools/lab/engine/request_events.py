@@ -55,7 +55,7 @@ class Liveness:
     def state(self, in_flight: int, undecided: set[str], lookups: int) -> liveness.State:
         """Return the state after a step that scheduled no tokens. undecided: requests whose lookup has no result yet.
 
-        in_flight: blocks that the lab's step `take_blocks` holds, plus steps without output. lookups: those in flight.
+        in_flight: number of blocks that `take_blocks` holds, plus steps without output. lookups: number in flight.
         """
         scheduler = self._scheduler
         queues = [getattr(scheduler, name) for name in QUEUES if hasattr(scheduler, name)]

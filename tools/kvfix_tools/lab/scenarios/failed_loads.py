@@ -48,7 +48,7 @@ SCENARIOS = {
         options=Options(max_num_batched_tokens=512, async_scheduling=True, kv_load_failure_policy="recompute"),
     ),
     "failed-load-keeps-output-of-stages": scenario(
-        # The load brings 16 of 64 tokens. Two more steps, from token 128 on, are in flight in the three pipeline ranks.
+        # The load brings 16 of 64 tokens. Steps from tokens 128 and 192 are in flight too, in the pipeline ranks.
         [do.stored_elsewhere(prompt(64)), do.admit("r", prompt(230), max_tokens=2), do.fail_load("r", 1)],
         doc="A load fails while two more chunks of the prompt are in flight: vLLM keeps the token of the last chunk.",
         shows="LAB008",
@@ -98,8 +98,8 @@ SCENARIOS = {
         needs={"lmcache": ">=0.3.9.post1"},  # 0.3.9 does not report failed loads
     ),
     "failed-load-stored-last": since_0_4_1(
-        # `failing` and `sharing` begin in the same step and share 128 loaded tokens. Both compute the rest of the
-        # prompt on top of the failed load, and LMCache stores both prompts.
+        # `failing` and `sharing` begin in the same step and share 128 loaded tokens. Both compute the rest of
+        # their prompts from the KV of the failed load, and LMCache stores both prompts.
         [do.stored_elsewhere(prompt(128)), do.fail_load("failing"), do.admit("failing", prompt(300))],
         [do.store("sharing", prompt(260)), do.admit("r", prompt(300))],
         doc="A load fails with speculative decoding: vLLM collects the failed blocks before `wait_for_save` runs.",

@@ -84,7 +84,7 @@ SCENARIOS = {
         do.step(),  # match(0): the answer is not known yet
         do.wait(4),  # four seconds without an answer of the worker; lookup_timeout_ms is 3,000
         do.step(),  # match(0): the lookup has timed out, so the answer is 0; no blocks are free
-        do.step(),  # vLLM asks match(0) again
+        do.step(),  # vLLM calls match(0) again
         do.free_blocks(),
         doc="A lookup times out while no blocks are free: the next `get_num_new_matched_tokens` raises KeyError.",
         shows="KVR011 schedule: KeyError: 'r'",
@@ -136,7 +136,7 @@ SCENARIOS = {
         [do.admit("other", prompt(10190, seed=1), max_tokens=6), do.step()],
         [do.admit(LONG, prompt(10009, seed=2), max_tokens=2), do.budget(1 + 336), do.step(), do.budget(1 + 1)],
         do.step(),  # the long request gets the last free block as its 22nd block
-        [do.budget(16384), do.step()],  # the other request needs a block: the long request is preempted
+        [do.budget(16384), do.step()],  # "other" needs a block, so vLLM preempts the long request
         do.step(),  # match(336): answered by a lookup; too few blocks
         do.step(),  # match(336): answered from the lookup cache; too few blocks; "other" ends
         doc="LMCache issue 2158: LMCache promises 256 tokens although vLLM has computed 336, and EngineCore dies.",

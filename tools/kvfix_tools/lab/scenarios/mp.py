@@ -80,7 +80,7 @@ SCENARIOS: dict[str, Any] = {
     ),
     "mp-failed-load-blames-others": mp_scenarios(
         # With kv_load_failure_policy=fail, vLLM's default, "other" ends with an error.
-        do.admit("other", prompt(90), max_tokens=20),  # fills five blocks and one chunk
+        do.admit("other", prompt(90), max_tokens=20),  # "other" fills five blocks and one chunk
         [do.step(4), do.stored_elsewhere(prompt(128))],
         do.admit("r", prompt(140)),  # vLLM has five blocks of the prompt, and the second chunk is loaded
         [do.step(2), do.lose_loads(), do.expect_unharmed("other")],
@@ -113,7 +113,7 @@ SCENARIOS: dict[str, Any] = {
         wrong=">=0.4.5,<0.5.1",
     ),
     "mp-freed-while-stored": mp_scenarios(
-        # The store of the first chunk has ended, and the last chunk is still copied when the request ends.
+        # When the request ends, the store of the first chunk has ended, and the server still copies the last chunk.
         [do.admit("r", prompt(256)), do.run_until_finished("r")],
         do.step(),  # the worker learns that "r" has ended, and reports all stores of "r" as done
         do.keep_blocks(0),  # other requests take the blocks of "r" and write to them
@@ -232,7 +232,7 @@ SCENARIOS: dict[str, Any] = {
     ),
     "mp-resume-load-circle": mp(
         [do.admit("r", prompt(140), max_tokens=8), do.step(6), do.preempt("r")],
-        do.keep_blocks(0),  # vLLM's prefix cache has no block of the request when it resumes
+        do.keep_blocks(0),  # when the request resumes, vLLM's prefix cache has none of its blocks
         [do.step(), do.free_blocks(), *[do.fail_load("r"), do.step()] * 40, do.expect_all_ended()],
         doc="The load of a preempted request fails again and again, and the request never runs.",
         shows="LAB003",
@@ -264,7 +264,7 @@ SCENARIOS: dict[str, Any] = {
             num_blocks=24, chunk_size=16, max_num_batched_tokens=16, states=True, separate_object_groups=True, delay=20
         ),
     ),
-    # Each step fills three blocks. Only the third has a state. The server stores all three, as all have attention KV.
+    # Each step fills three blocks. The server stores all three for their attention KV. Only the third has a state.
     "mp-state-kept-null": _null_state(40, {"chunk_size": 16}),
     # A chunk has two blocks. vLLM keeps a state at the end of each step, here after 48 and 96 tokens, in the third and
     # the sixth block. The second chunk has the third block and the fourth block. The fourth block is null.
@@ -286,8 +286,8 @@ SCENARIOS: dict[str, Any] = {
     ),
     "mp-window-reserves-too-little": scenario(
         # LMCache loads 256 of 320 tokens: 16 blocks of full attention, and one block of the window after 15 null
-        # blocks. The rest needs 4 blocks in each KV group. Before vLLM admits the load of "other", vLLM reserves only 4
-        # blocks for "r". The two loads take 34 of 39 blocks, so 5 blocks stay free.
+        # blocks. The last 64 tokens need 4 blocks in each KV group. Before vLLM admits the load of "other", vLLM
+        # reserves only 4 blocks for "r". The two loads take 34 of 39 blocks, so 5 blocks stay free.
         [do.stored_elsewhere(prompt(256)), do.stored_elsewhere(prompt(256, seed=1))],
         [do.admit("r", prompt(320), max_tokens=2), do.admit("other", prompt(320, seed=1), max_tokens=2)],
         shows="LAB009 1 request is loaded and waits behind r, which needs 8 blocks; 5 are free",

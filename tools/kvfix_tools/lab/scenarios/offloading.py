@@ -81,7 +81,7 @@ SCENARIOS = {
         not_in_hooks="the load was started, and the hooks do not show how long it takes",
     ),
     "simple-offload-never-rests": scenario(
-        # The prompt is larger than the CPU memory.
+        # The prompt is larger than the connector's CPU memory.
         do.admit("r", prompt(480)),
         shows="LAB029",
         options=SIMPLE(extra={"lazy_offload": True}, cpu_blocks=16, max_num_batched_tokens=32, num_blocks=34),
