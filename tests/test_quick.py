@@ -1,4 +1,4 @@
-"""`make quick` skips only tests in quick.LEFT_OUT, and tests that import torch or start a program with torch."""
+"""`make quick` skips only tests in quick.LEFT_OUT and tests that import torch or start a program that imports torch."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Test how kvfix joins the recordings of one engine's processes. The tests split a recording of the lab by role."""
+"""Test how kvfix joins the recordings of one engine's processes. The tests split one recording by role and rank."""
 
 import json
 import os
@@ -52,7 +52,7 @@ def assert_between(clock: Any, true: float) -> None:
 
 
 class Split:
-    """Writes the lines of one recording as files of separate processes: the scheduler and the ranks."""
+    """Splits one recording into a file for the scheduler and a file for each rank, as if each had its own process."""
 
     def __init__(self, text: str) -> None:
         """Give all connectors one engine name, because the lab may give the two roles different names."""

@@ -81,7 +81,7 @@ def play_all(path: str) -> dict[str, Any]:
 
 
 def bounded(play: Any, folder: Path) -> Any:
-    """Exceed the recorder's limits. Return (number of events, last file's size, its last event, number of files)."""
+    """Exceed the recorder's limits. Return (number of events, last file's size, its last event's number, files)."""
     play("observe", "bounded")
     from kvfix.connector_events import recorder
     from kvfix.ledger import events

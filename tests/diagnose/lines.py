@@ -27,13 +27,13 @@ STARTS = "(EngineCore_DP0 pid=276) INFO 12-03 01:24:36 [core.py:7] Initializing 
 
 
 def finding_logs(kind: str) -> dict[str, list[str]]:
-    """Return {problem code: its logs of this kind}. finding_logs.toml explains the kinds (`found`, `alike`, `says`)."""
+    """Return {problem code: logs of this kind}. finding_logs.toml explains the kinds (`found`, `alike`, `says`)."""
     known = tomllib.loads(Path(__file__).with_name("finding_logs.toml").read_text())
     return {code: [expanded(log) for log in logs.get(kind, ())] for code, logs in known.items()}
 
 
 def expanded(log: str) -> str:
-    """Write a block of lines with prefix `3 x ` three times, without the prefix. Replace {n} by the copy's number."""
+    """Make three copies of each block of lines with the prefix `3 x `, without the prefix. {n}: number of the copy."""
 
     def repeat(lines: re.Match[str]) -> str:
         block = re.sub(r"^\d+ x ", "", lines[0], flags=re.MULTILINE)
@@ -47,7 +47,7 @@ def real(name: str) -> bytes:
 
 
 def filled(template: str, given: tuple[Any, ...] = ()) -> tuple[str, list[str]]:
-    """Fill the template with these values, then with distinct numbers. Return the text and all used values."""
+    """Fill the first placeholders with `given`, the others with distinct numbers. Return the text and all values."""
     used: list[str] = []
     values: Iterator[Any] = iter((*given, *(number for number, _ in zip(count(12), template, strict=False))))
 
@@ -68,7 +68,7 @@ def printed(release: str, row: Statement, *values: Any) -> str:
 
 
 def logged(release: str, message: str, *values: Any, which: str = "") -> str:
-    """Return the line of this release's first statement that logs this message. which: part of the statement's text."""
+    """Return the log line of the first statement of this release with this message. which: text in the statement."""
     for row in statements.known()["lmcache"]:
         if row.message == message and release in row.lines and which in f"'{row.template}'":
             return printed(release, row, *values)
@@ -106,13 +106,13 @@ def site_packages() -> Path:
 
 
 def vllm_releases() -> dict[str, Path]:
-    """Return the releases and site-packages folders of the installed vLLM and of each vLLM in .cache/vllm."""
+    """Return {release: site-packages folder} of the installed vLLM and of each vLLM in .cache/vllm."""
     others = (ROOT / ".cache/vllm").glob("*/lib/python*/site-packages")
     return {"0.32.0": site_packages(), **{path.parts[-4]: path for path in others}}
 
 
 def raised(frames: list[tuple[str, str, str]], error: str) -> str:
-    """Return a traceback as EngineCore logs it. frames: file, function and line of code."""
+    """Return a traceback as EngineCore logs tracebacks. frames: (file, function, line of code) of each frame."""
     lines = ["Traceback (most recent call last):"]
     for file, function, source in frames:
         lines += [f'  File "/opt/app/{file}", line 7, in {function}', f"    {source}"]

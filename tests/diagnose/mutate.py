@@ -28,7 +28,7 @@ RUBBISH = [
 
 @lru_cache(maxsize=1)
 def corpus() -> list[bytes]:
-    """Return recorder.jsonl's lines. From each real log, add the first 20 and the last 40 lines with one of NEEDLES."""
+    """Return recorder.jsonl's lines and, from each real log, the first 20 and last 40 lines with a text of NEEDLES."""
     lines: list[bytes] = (LOGS / "recorder.jsonl").read_bytes().splitlines()
     for path in sorted(LOGS.glob("*.gz")):
         texts = gzip.decompress(path.read_bytes()).split(b"\n")

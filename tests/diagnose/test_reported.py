@@ -22,7 +22,7 @@ BOTH = {text for dist, *_, text in MESSAGES if dist == "vllm"} & {each[-1] for e
 
 
 def healthy() -> str:
-    """Return a running engine's log without lines that show LMCache's release or a source line such as core.py:7."""
+    """Return a running engine's log. Leave out lines with LMCache's release, or a source line such as core.py:7."""
     log = real("healthy-0.5.6").decode().partition("[shutdown]")[0]
     return "".join(f"{line}\n" for line in log.split("\n")[:-1] if "0.5.6" not in line and ".py:" not in line)
 
@@ -61,7 +61,7 @@ def test_a_bare_line_is_explained_or_noticed(case: dict[str, str]) -> None:
 
 
 def test_a_line_far_above_a_traceback_heads_nothing() -> None:
-    """The error line gets its own finding if the exception is far below, or if no finding explains the exception."""
+    """An error line has its own finding if its exception is far below, or if no finding explains the exception."""
     line = LMCACHE.format(level="ERROR", text="Cannot store keys due to exception")
     frames = [("lmcache/v1/multiprocess/modules/lmcache_driven_transfer.py", "retrieve", "self.context(instance)")]
     for apart, text in (("", "nobody knows this"), ("x\n" * 200, "No GPU context registered for 7")):

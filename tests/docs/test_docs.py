@@ -113,7 +113,7 @@ def letters(pairs: scenario_matrix.Pairs, code: str) -> dict[tuple[str, str], st
 
 
 def test_the_pair_page_has_what_the_lab_ran_and_bugs_that_the_code_has() -> None:
-    """The lab plays few scenarios in old releases. So the page also shows bugs that kvfix finds in old code."""
+    """The lab plays few scenarios with old releases. So the page also shows bugs found in the code of old releases."""
     crash = letters(PAIRS, "KVF001")
     assert crash.keys() == PAIRS.keys()
     assert {lmcache for (_, lmcache), letter in crash.items() if letter == "F"} == {"0.3.10"}
@@ -158,7 +158,7 @@ def test_messages_lead_to_their_findings_and_fixes(words: str, findings: object,
 def test_no_message_is_left_without_an_answer() -> None:
     assert all(entry.findings or entry.fixes for entry in error_index.entries())
     found = {code for entry in error_index.entries() for code in entry.findings}
-    # by_text keeps rules whose `on` has at least one kind other than "" (end of the log), asked, stats and retrieved.
+    # by_text leaves out problems that kvfix finds only at the log's end or in lines of kind asked, stats or retrieved.
     by_text = [rule for rule in problems.catalogue() if not {"", "asked", "stats", "retrieved"} >= set(rule.on)]
     # KVD117 and KVD112 have the same line (LMCache's failed assertion). The page lists only KVD112 for this line. No
     # pattern of diagnose/grammar.py matches the lines of KVD212 and KVD213.

@@ -1,4 +1,4 @@
-"""Make site-packages folders (links to released files) and a host (text files) for the tests of kvfix doctor."""
+"""For the tests of kvfix doctor, make site-packages folders of links to released files, and a host of text files."""
 
 import json
 import socket
@@ -56,7 +56,7 @@ def serve(transfer: dict[str, Any], *more: str, **extra: Any) -> list[str]:
     return ["vllm", "serve", "org/model", "--kv-transfer-config", json.dumps(given), *more]
 
 
-class Planted(NamedTuple):  # a row of planted.toml, whose head describes the fields
+class Planted(NamedTuple):  # a row of planted.toml. The comment at the top of planted.toml describes the fields
     check: str
     what: str = ""
     do: str = ""
@@ -137,7 +137,7 @@ def machine(
     locked_kib: int | None = None,
     shm_mib: int | None = None,
 ) -> Machine:
-    """Make a host. cgroup: file contents by path below `root`. flags: processor flags. locked_kib: 0 is unlimited."""
+    """Make a host. cgroup: {path below `root`: file content}. flags: processor flags. locked_kib: 0 means no limit."""
     (root / "proc/self").mkdir(parents=True)
     (root / "dev/shm").mkdir(parents=True)
     (root / "proc/version").write_text(text)

@@ -29,7 +29,7 @@ LOOKS = 12
 #: SHORT: ten short prompts. ONE_STEP: a token budget with which the scheduler looks up all ten prompts in one step.
 SHORT = [(prompt(70, seed), 4) for seed in range(31, 41)]
 ONE_STEP = {"max_num_batched_tokens": 1024}
-#: The bug of KVF208: each request of BOTH loads 8 of 20 blocks. The second request has priority and needs 8 more.
+#: To plant the bug of KVF208, each request of BOTH loads 8 of 20 blocks. The second one has priority and needs 8 more.
 STORED = [(prompt(256, seed), 1) for seed in (21, 22)]
 BOTH = [(prompt(280, 21), 4), (prompt(512, 22), 4)]
 TWENTY = {"num_gpu_blocks_override": 21, "max_model_len": 640, "scheduling_policy": "priority"}

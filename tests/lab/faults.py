@@ -42,7 +42,7 @@ class Plan:
 
     def trace(self, frame: Any, event: str, _: Any) -> Any:
         if self.inner and frame.f_back is not None and frame.f_back.f_globals.get("__name__") == __name__:
-            return None  # the engine calls this fix function directly, so raise only in the functions that it calls
+            return None  # the engine calls this fix function, so raise only in functions that the fix function calls
         return self.at if frame.f_globals.get("__name__", "").startswith("kvfix.fixes.") else None
 
     def at(self, frame: Any, event: str, _: Any) -> Any:
@@ -216,7 +216,7 @@ class Counted(NamedTuple):
 
 
 def counted(fix: Any, case: Case) -> Counted:
-    """Play the case without and with the fix. Return the codes found without the fix, and how often fix lines ran."""
+    """Play the case without and with the fix. Return the codes without the fix, and how often each fix line ran."""
     released = frozenset(found.code for found in (*case.findings(False), *case.findings(skipped=fix.code)))
     with planned(fix.code):
         case.findings()

@@ -30,7 +30,7 @@ class Setup(NamedTuple):
 
 
 class Fault(NamedTuple):
-    shows: tuple[str, ...]  # texts `CODE part of the message`. The lab must report a finding that fits one of them
+    shows: tuple[str, ...]  # texts `CODE part of the message`. The lab must report a finding that fits one text
     plant: Plant
     options: dict[str, Any] = {}  # changed options of the setup
     schedule: Plant | None = None  # replaces the schedule of the setup
@@ -43,11 +43,11 @@ FAULTS: dict[tuple[str, str], Fault] = {}
 def fault(
     *shows: str, on: tuple[str, ...] = ("v1", "mp"), at: str = "", schedule: Plant | None = None, **options: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated function as a fault of the setups `on`. The lab must report one of `shows`.
+    """Register the decorated function as a fault of each setup in `on`. The lab must report one finding of `shows`.
 
     `at` is the path from the engine to a method that the function replaces. `*` in `at` means each item of a list.
     The function gets the engine, the method and its arguments. Without `at`, the function gets only the engine.
-    Each keyword of `options` names a setup (`_` for `-`) and has the options to change. `every`: all other setups.
+    Each keyword of `options` names a setup (`_` for `-`) and has the options to change. `every` names all other setups.
     """
     by_setup = {name.replace("_", "-"): each for name, each in options.items()}
 
@@ -95,7 +95,7 @@ def noted(engine: Any) -> dict[Any, Any]:
 
 
 def played(setup: str, name: str = "", planted: bool = True, **options: Any) -> dict[str, Any]:
-    """Play a setup with the fault `name`, if a name is given. planted=False: plant no fault, but play its schedule."""
+    """Play a setup with the fault `name`, if a name is given. planted=False: play only the fault's schedule."""
     made, fault = SETUPS[setup], FAULTS[setup, name] if name else Fault((), lambda _: None)
     changed = dataclasses.replace(made.options, **{**fault.options, **options})
     with (
@@ -211,7 +211,7 @@ OF_RANKS = steps(
     do.run(),
 )
 _FORGET = do.run(), do.step(5), [do.on(engine, "reset_prefix_cache") for engine in ("prefill", "decode")]
-#: Decode gets one prompt three times. Prefill has the KV first, then decode's second connector, then both.
+#: Decode gets one prompt three times. First only prefill has the KV, then only decode's second connector, then both.
 OF_MULTI = steps(
     [do.ask("a", prompt(100), 5), _FORGET],
     [do.ask_decode("b", prompt(100), 5), _FORGET],  # the second connector has this prompt
@@ -244,7 +244,7 @@ SETUPS = {
     "nixl-pull-ranks": Setup(_replace(_PAIR, connector="nixl-pull"), OF_RANKS, True),
     "nixl-push-ranks": Setup(_replace(_PAIR, connector="nixl-push"), OF_RANKS, True),
     "nixl-multi": Setup(_replace(_MULTI, connector="nixl-multi"), OF_MULTI),
-    # this setup applies the fixes: without KVF317, NIXL's worker waits for tokens that LMCache has loaded
+    # this setup applies the fixes, because without KVF317 NIXL's worker waits for tokens that LMCache has loaded
     "nixl-push-multi": Setup(_replace(_MULTI, connector="nixl-push-multi"), OF_MULTI, True),
     "mooncake-multi": Setup(_replace(_MULTI, connector="mooncake-multi"), OF_MULTI),
     "nixl-offload": Setup(_replace(_PAIR, connector="nixl-offload", chunk_size=16), OF_MULTI),

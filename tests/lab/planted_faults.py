@@ -27,7 +27,7 @@ METADATA = "connector.scheduler_adapter.build_connector_meta"
 
 
 def _promise(change: Callable[..., Any]) -> Callable[[Any], None]:
-    """Return a fault: `change` returns the tokens to promise. `asked` has num_preemptions of the request per lookup."""
+    """Return a fault that promises what `change` returns. `asked` has the request's num_preemptions at each lookup."""
 
     def plant(engine: Any) -> None:
         connector, asked = engine.scheduler.connector, []
@@ -190,7 +190,7 @@ def what_a_request_asks_for_is_not_read(engine: Any, on_new_request: Any, reques
 
 @fault("LAB001", "KVR006", "KVR011", at="scheduler.connector.update_state_after_alloc", **LAST)
 def promise_is_granted_to_another(engine: Any, grant: Any, request: Any, blocks: Any, external: int) -> None:
-    """Let the MultiConnector pass the grant to the connector that has promised nothing."""
+    """Let the MultiConnector give the blocks for the load to the child that has promised no tokens."""
     if external:
         engine.scheduler.connector._requests_to_connector[request.request_id] ^= 1
     grant(request, blocks, external)

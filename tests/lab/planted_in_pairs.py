@@ -24,7 +24,7 @@ def _worker(engine: Any) -> Any:
 
 
 def read_the_next_block(agent: Any, here_later: int = 0, there_later: int = 1) -> None:
-    """Shift the blocks of each transfer of this agent: own blocks by `here_later`, the peer's by `there_later`."""
+    """In each transfer of this agent, shift its own block ids by `here_later` and the peer's ids by `there_later`."""
 
     def make(original: Any, kind: str, mine: Any, here: Any, theirs: Any, there: Any, **more: Any) -> Any:
         later = [[each + by for each in blocks] for blocks, by in ((here, here_later), (there, there_later))]
@@ -145,7 +145,7 @@ def decode_forgets_what_it_waits_for(pair: Any, send: Any, request: str, registr
 
 
 def _reads_at(factor: int) -> Any:
-    """Return a fault: a decode rank reads at an offset in prefill's blocks. factor: offset / block size of the rank."""
+    """Return a fault: a decode rank reads prefill's blocks at an offset of `factor` * the block size of the rank."""
     return lambda _, build, plan, *more: build(dataclasses.replace(plan, rank_offset_factor=factor), *more)
 
 

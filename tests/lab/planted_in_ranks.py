@@ -16,7 +16,7 @@ SHARES: dict[str, dict[str, Any]] = {"mp": {"ranks": 2, "context": True}}
 
 
 def _count_twice(engine: Any, schedule: Any) -> Any:
-    """While a step is in flight, add 16 tokens, one block, to the computed tokens of each running request, once."""
+    """While a step is in flight, count one more block (16 tokens) as computed, once for each running request."""
     done = noted(engine)
     for request in engine.scheduler.running if engine._answers else ():
         if request.request_id not in done and request.num_computed_tokens + 16 < request.num_prompt_tokens:

@@ -179,7 +179,7 @@ def test_what_was_found_before_an_error_is_not_lost(with_backend: Any) -> None:
 
 
 def test_a_copy_of_the_folder_needs_torch_alone(tmp_path: Path, fresh: Fresh) -> None:
-    """docs/roundtrip.md says which folder to copy to a GPU host."""
+    """docs/roundtrip.md tells the user to copy this folder to a GPU host."""
     source = Path(roundtrip.__path__[0])
     shutil.copytree(source, tmp_path / "kvfix_tools/roundtrip", ignore=shutil.ignore_patterns("__pycache__"))
     code = f"""

@@ -44,7 +44,7 @@ REMOTE = SimpleNamespace(start=64, end=192, skip_first_n_tokens=8)
 )
 def test_judgement(changes: dict[str, Any], text: str) -> None:
     plain = changes.get("plain", PLAIN)
-    right = {**plain, "warm": {**plain["warm"], "hits": 576, "loaded": 576}}  # 3 * 192: whole chunks of 64
+    right = {**plain, "warm": {**plain["warm"], "hits": 576, "loaded": 576}}  # 3 prompts of 3 chunks of 64 tokens
     ran = {name: {**each, **changes.get(name, {})} for name, each in right.items()}
     assert str(engine.judge(plain, {**ran, "violations": changes.get("violations", [])})).startswith(text)
 
@@ -52,8 +52,8 @@ def test_judgement(changes: dict[str, Any], text: str) -> None:
 def test_the_others_write_over_nearly_all_blocks() -> None:
     """The prompts OTHERS overwrite most KV of the prompts ASKED. So the engine must load or compute this KV again."""
     usable = BLOCKS - 1
-    assert sum(-(-(len(prompt) + GENERATE) // BLOCK) for prompt in OTHERS) <= usable  # all run at the same time
-    written = sum((len(prompt) + GENERATE - 1) // BLOCK for prompt in OTHERS)  # whole blocks
+    assert sum(-(-(len(prompt) + GENERATE) // BLOCK) for prompt in OTHERS) <= usable  # all prompts run at the same time
+    written = sum((len(prompt) + GENERATE - 1) // BLOCK for prompt in OTHERS)  # counts only whole blocks
     held = sum(-(-(len(prompt) + GENERATE) // BLOCK) for prompt in ASKED)
     assert usable - written < held / 4
 

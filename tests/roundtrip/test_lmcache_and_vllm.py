@@ -1,4 +1,4 @@
-"""The installed LMCache and vLLM move KV on CPU tensors, or refuse a layout. The report names CUDA stand-ins."""
+"""The installed LMCache and vLLM copy KV of CPU tensors, or refuse a layout. The report names what replaces CUDA."""
 
 from typing import Any
 

@@ -45,7 +45,7 @@ def test_the_load_has_failed_and_nothing_else(patience: float) -> list[bool]:
     ping.wait()
     found.append(getattr(queue, "_kvfix_connected", False))
     server.close(linger=0)
-    assert list(stream) == []  # LMCache ends the stream when it notices the loss
+    assert list(stream) == []  # LMCache ends the stream when it notices that the connection is lost
     failed = load.wait(patience) and load.result() == (b"", False)
     found.append(getattr(queue, "_kvfix_connected", False))
     return [*found, failed, question.query()]
@@ -61,7 +61,7 @@ def test_the_load_has_failed_and_nothing_else(patience: float) -> list[bool]:
 @answers(also="answer")
 def test_a_lost_connection(fixes: Fixes) -> list[list[str]]:
     """Send all operations three times: before the server ends, without a server, and after registering at a new server.
-    Return three lists of operations that end unanswered, and the waiting operations that reach the new server."""
+    Return three lists of operations that end without an answer, and the waiting operations that the new server gets."""
     import zmq
     from lmcache.v1.multiprocess.custom_types import RegisterEngineDrivenContextPayload as Payload
     from lmcache.v1.multiprocess.transport.zmq_impl.wire import decode_operation
@@ -92,7 +92,7 @@ def test_a_lost_connection(fixes: Fixes) -> list[list[str]]:
     stream = client.subscribe_kv_events(1, "model", 0, 8)
     received(len(in_flight) + 1)
     server.close(linger=0)
-    assert list(stream) == []  # LMCache ends the stream when it notices the loss
+    assert list(stream) == []  # LMCache ends the stream when it notices that the connection is lost
     lost = send_all()
     server = context.socket(zmq.ROUTER)
     server.bind(f"tcp://127.0.0.1:{port}")

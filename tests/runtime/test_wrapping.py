@@ -78,7 +78,7 @@ def raises_after_the_yield(hooked: Hooked, one: int) -> Generator[None, Any, Any
     raise ValueError("planted")
 
 
-#: For each case: decorator, code of the wrapper, and how often kvfix calls the hook if the wrapper fails closed.
+#: {case: (decorator, code of the wrapper, number of calls of the hook if `on_fault` gives the answer)}
 FAULTS = {
     "before": (before, raises, 0),
     "after": (after, raises, 1),

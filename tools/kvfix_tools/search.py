@@ -30,7 +30,7 @@ class Candidate(NamedTuple):
 
 
 def search(text: str, json: bool) -> int:
-    """Print the best candidates. text: the description, the name of a file, or `-` for standard input."""
+    """Print the entries that match best. text: the description, the name of a file, or `-` for standard input."""
     try:
         found = candidates(_read(text))
     except OSError as error:

@@ -46,7 +46,7 @@ newest known release. Exit 1: a fix is listed. 77: pip failed."""
 
 
 class Selected(NamedTuple):
-    """The rows that the options select. where: the option that names the connectors, or "" for all connectors."""
+    """The rows that the options select. where: the option or variable with the connectors, or "" for all connectors."""
 
     rows: list[tuple[Fix, FixRow]]
     connectors: frozenset[str]
@@ -125,7 +125,7 @@ def _code(name: str) -> str:
 
 
 def _probed(target: Target) -> applicability.Applicability:
-    """Judge a target. If the target's code is unknown, import the module and run the behaviour probe."""
+    """Judge whether a fix's target has the bug. If the target's code is unknown, run the fix's probe."""
     by_file = applicability.judge(target)
     if by_file.state != "unknown":
         return by_file

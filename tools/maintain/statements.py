@@ -1,7 +1,7 @@
-"""`make statements`: collect the texts that the source of the releases logs or raises, for kvfix-diagnose.
+"""`make statements`: collect for kvfix-diagnose the texts that the code of each release logs or raises.
 
 `kvfix_tools/diagnose/statements.json` has the texts that the grammar reads, such as log lines and assertion texts.
-`checks.json` has exceptions, assertions and logged errors. The program keeps the entries of other releases.
+`checks.json` has exceptions, assertions and logged errors. The program keeps the entries of all releases not named.
 
     python -m maintain statements lmcache DIR/0.3.1 DIR/0.3.2 ...
     python -m maintain statements vllm DIR/0.9.2=.../site-packages ...
@@ -21,7 +21,7 @@ from kvfix_tools.diagnose.statements import Check
 
 ERRORS = ("error", "critical", "exception")
 LEVELS = ("debug", "info", "warning", *ERRORS)
-#: Folders and files of vLLM from which checks are read.
+#: Folders and files of vLLM whose exceptions, assertions and logged errors are in checks.json.
 VLLM = (
     "distributed/kv_transfer/", "distributed/kv_events.py", "v1/core/", "v1/kv_offload/", "v1/simple_kv_offload/",
     "v1/worker/kv_connector", "v1/worker/gpu_model_runner.py", "v1/worker/gpu/kv_connector", "v1/engine/core",
@@ -42,7 +42,7 @@ def template(node: ast.expr | None) -> str | None:
 
 
 def said(node: ast.AST) -> tuple[str, ast.expr | None]:
-    """Return (level, text) of a logging call, assertion, exception or assignment; ("", None) for other code."""
+    """Return (level, text) of a logging call, assertion, exception or assignment. Return ("", None) for other code."""
     match node:
         case ast.Call(func=ast.Attribute(attr=name), args=[text, *_]) if name.removesuffix("_once") in LEVELS:
             return name.removesuffix("_once"), text

@@ -58,7 +58,7 @@ class Subject:
 
     @functools.cached_property
     def lacks(self) -> set[str]:
-        """Keys of `scenarios.NEEDS` for needs that the connector does not meet. The import may raise any error."""
+        """Keys of `scenarios.NEEDS` that the connector does not meet. The connector's import may raise any error."""
         if self.side is not None:
             return self.side.lacks
         groups = KVConnectorFactory.supports_hma_config(vllm_objects.vllm_config(self.options()).kv_transfer_config)
@@ -81,7 +81,7 @@ class Player(Engines):
         return [self.engine]
 
     def do(self, step: str, *arguments: Any, **keywords: Any) -> None:
-        """Run the step with this name. Skip a step whose request is missing, because shrinking removes requests."""
+        """Run the step with this name. Skip the step if shrinking the schedule has removed the step's request."""
         if step not in _OF_REQUEST or arguments[0] in self.engine.requests:
             getattr(self, step, functools.partial(self.engine.do, step))(*arguments, **keywords)
 

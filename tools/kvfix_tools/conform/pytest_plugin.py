@@ -26,7 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Add the tests of the contract after all other tests."""
+    """After all other tests, add a test for each scenario and a test for the fuzzer."""
     if config.getoption("--kv-connector"):
         from kvfix_tools.conform.scenarios import SCENARIOS
 

@@ -141,9 +141,9 @@ class Options:
     lmcache: dict[str, Any] = field(default_factory=dict)
     #: Play two engines that share a cache (pair.py). v1 and mp only.
     neighbours: bool = False
-    #: Blocks of the decode engine (pair.py). 0: as many as the prefill engine has.
+    #: Number of blocks of the decode engine (pair.py). 0: as many as the prefill engine has.
     decode_blocks: int = 0
-    #: peer_ranks: ranks of the other engine of a pair (0: equal to `ranks`). kv_heads: KV heads, which ranks may share.
+    #: peer_ranks: ranks of a pair's other engine (0: as `ranks`). kv_heads: number of KV heads. Ranks may share a head.
     peer_ranks: int = 0
     kv_heads: int = 1
     #: multi: engines of a pair that have LMCache's in-process connector too. lmcache_first: vLLM asks LMCache first.
@@ -153,13 +153,13 @@ class Options:
     real_transfers: bool = False
     #: `kv_connector_extra_config` of a connector in OF_VLLM or PAIRS, or of the offloading connector next to v1.
     extra: dict[str, Any] = field(default_factory=dict)
-    #: Blocks of the CPU memory (0: as many as the GPU has).
+    #: Number of blocks in CPU memory. 0: as many as the GPU has.
     cpu_blocks: int = 0
     #: The secondary tier of OffloadingConnector: fs (files), or "" for none.
     tier: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "windows", tuple(self.windows))  # JSON has lists
+        object.__setattr__(self, "windows", tuple(self.windows))  # a schedule from JSON has lists
         object.__setattr__(self, "multi", tuple(self.multi))
         if self.connector == "nixl-offload":
             object.__setattr__(self, "offloading", self.offloading or "last")

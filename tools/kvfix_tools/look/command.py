@@ -144,7 +144,7 @@ def save_state(file: str, last: Look, found: Sequence[Verdict]) -> None:
 def look_at_core(file: str, json: bool) -> int:
     """Show the stacks in a core file. PyStack reads the stacks, but no variables.
 
-    Return 0 if no thread is in a connector hook, 1 if a thread is, 2 for an unreadable file, 77 without PyStack.
+    Return 1 if a thread is in a connector hook, else 0. Return 2 for an unreadable file, and 77 without PyStack.
     """
     pystack = gather.program("pystack")
     if pystack is None:

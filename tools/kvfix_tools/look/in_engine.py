@@ -122,7 +122,7 @@ def _is_applied(fix: Fix) -> bool:
 
 
 def _unsafe() -> str:
-    """Return where in an engine step the process is now; "" if the process is between two steps."""
+    """Return where in an engine step the process is now. Return "" if the process is between two steps."""
     targets = {target.function.rpartition(".")[2] for fix in catalogue.fixes() for target in fix.targets}
     names = targets.difference(("__init__", "__del__")).union(_BUSY, places.HOOKS, places.LAYER_HOOKS)
     stacks = places.stacks()

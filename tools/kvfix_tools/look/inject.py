@@ -6,7 +6,7 @@ kvfix queues a call of `PyRun_SimpleString` with a line that executes a file. Fr
 `sys.remote_exec` (PEP 768).
 
 A thread that waits in a system call (a lock, a socket) reaches no bytecode. If the thread waits without the GIL, kvfix
-makes the thread take the GIL and run the line, as a callback from C does. kvfix maps a page for the lines.
+makes the thread take the GIL and run the line, as a callback from C does. kvfix maps a page in the process for lines.
 """
 
 import os
@@ -23,10 +23,10 @@ from kvfix_tools.look.shared_folder import SharedFolder
 
 #: Prefix of an answer if the code has raised an error. The rest of the answer is the error.
 FAILED = "failed: "
-#: Address of the page that kvfix maps (free in all memory layouts of x86-64 and aarch64), number and size of its slots.
+#: _PAGE: address of the page, free in each process on x86-64 and aarch64. _SLOTS: number of slots. _SLOT: bytes of one.
 _PAGE, _SLOTS, _SLOT = 0x6B7600000000, 16, 256
 _LONGEST = 60.0  # time limit in seconds for the code, after it has begun
-_FOLDERS = ("/tmp", "/dev/shm")  # for the script and the answer
+_FOLDERS = ("/tmp", "/dev/shm")  # folders in which kvfix puts the script and the answer
 _SCRIPT = r"(/tmp|/dev/shm)/kvfix-look-\d+-\w+"
 #: The script runs the code only if the token file can be renamed. After `seconds`, the caller removes the token file.
 _CODE = """
@@ -155,7 +155,7 @@ def _put(process: Process, script: str, line: str) -> int:
 
 
 def _remote_exec(process: Process, folder: SharedFolder, path: str, line: str) -> bool:
-    """Use `sys.remote_exec`. Return False if the call fails. Both processes need the same Python, 3.14 or later."""
+    """Use `sys.remote_exec`. Return False on failure, or unless both processes run the same Python, 3.14 or later."""
     remote_exec = getattr(sys, "remote_exec", None)
     if remote_exec is None or process.python() != f"{sys.version_info[0]}.{sys.version_info[1]}":
         return False

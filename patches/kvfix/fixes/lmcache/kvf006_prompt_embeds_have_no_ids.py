@@ -54,7 +54,7 @@ def _with_zeros(new_request: Any) -> Any:
 
 
 def lookup_shows_bug(hook: Any, adapter: Any) -> bool:
-    """Look up a request with embeddings. The cache has a hit for zeros. With the bug, the hook does not return 0."""
+    """Look up a prompt of embeddings. The lookup client finds 256 tokens. With the bug, the hook does not return 0."""
     impl = stubs.scheduler_side(lookup_client=stubs.lookup_client(256))
     return bool(hook(impl, stubs.request(300, prompt_token_ids=None, prompt_embeds=[0] * 300), 0) != 0)
 

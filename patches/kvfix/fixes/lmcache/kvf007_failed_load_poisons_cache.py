@@ -7,15 +7,15 @@ Cause: If a load fails, vLLM still runs the step, and then drops the request's o
 check for failed blocks, and stores the KV that the step has computed (0.5.6 vllm_v1_adapter.py:1104-1259). With
 kv_load_failure_policy "recompute" vLLM computes the right KV in the next step, but LMCache keeps the wrong chunks.
 
-Fix: The worker does not save a request in a step in which the load of one of its blocks fails. With asynchronous
+Fix: If the load of a block fails in a step, the worker does not save the block's request. With asynchronous
 scheduling, vLLM schedules the next step before it knows of the failure. So the worker does not save the request in the
-next step either. vLLM asks for the failed blocks after the save, or before the save with speculative decoding
-(gpu_model_runner.py 0.32.0:4179, 4509). After vLLM asks, LMCache forgets the blocks. So the fix records the blocks.
+next step either. vLLM asks the worker for failed blocks after the save. With speculative decoding, vLLM asks before the
+save (gpu_model_runner.py 0.32.0:4179, 4509). LMCache then forgets the failed blocks, so the fix records the blocks.
 
 vLLM rolls the request back to the last token before the failed blocks, and the fix records the request. When vLLM
-schedules the request again, the fix marks all tokens of the request as not saved. (Before LMCache 0.4.1, KVF008 marks
-the tokens.) The scheduler does not know which saves the workers skipped, so LMCache saves all tokens again, except
-cached chunks.
+schedules the request again, the fix marks all tokens of the request as not saved. (For LMCache before 0.4.1, KVF008
+marks the tokens.) The scheduler does not know which saves the workers skipped, so LMCache saves all tokens again,
+except cached chunks.
 - Releases: LMCache 0.3.9 to 0.5.6. 0.3.9 does not know which blocks failed, so the fix has no effect there.
 - Remove when: `wait_for_save` skips the requests whose load failed.
 """
@@ -29,7 +29,7 @@ from kvfix.fixes.api import LMCACHE_V1, SCHEDULER, Any, Fix, fix_after, fix_befo
 class Failed:
     """The failed blocks of the last N steps. vLLM can schedule N steps before it learns of a failed block.
 
-    The metadata object identifies a step: the save and the report of failed blocks of one step see the same object.
+    The metadata object identifies a step, because the save and the report of failed blocks get the same object.
     """
 
     def __init__(self, config: Any) -> None:

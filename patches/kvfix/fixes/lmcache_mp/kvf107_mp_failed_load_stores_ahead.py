@@ -51,7 +51,7 @@ def _count_from(connector: Any, tracker: Any, computed: int) -> None:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Let a load of the tokens 256 to 1024 fail, and schedule 1024 tokens. With the bug, a store ends after 1280."""
+    """Let a load of the tokens 256 to 1024 fail, and schedule 1024 tokens. With the bug, a store passes token 1280."""
     counts = {"num_vllm_hit": 256, "num_lmcache_hit": 1024, "num_stored": 1024}
     connector, tracker = _mp.tracked(module, stubs.request(4096), **counts)
     tracker.state = module.LMCacheMPRequestState.READY

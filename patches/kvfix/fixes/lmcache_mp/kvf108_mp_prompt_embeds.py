@@ -1,7 +1,7 @@
 """A prompt given as embeddings gets the KV of another prompt of the same length: LMCache's keys are made of zeros.
 
-Symptom: With `--enable-prompt-embeds`, a prompt of embeddings returns the text for another prompt of embeddings of the
-same length. A prompt whose token ids are all zeros also returns the text for a prompt of embeddings.
+Symptom: With `--enable-prompt-embeds`, a request with embeddings returns the text of another request whose embeddings
+have the same length. A request whose token ids are all zeros can also return the text of a request with embeddings.
 
 Cause: For a request with embeddings, vLLM sets `all_token_ids` to zeros (v1/request.py 0.32.0:148), and the connector
 builds its cache keys from these zeros (lmcache_mp_connector.py 0.5.6:1297).

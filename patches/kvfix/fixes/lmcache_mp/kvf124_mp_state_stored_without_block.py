@@ -47,7 +47,7 @@ def fix(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> No
 
 
 def new_shows_bug(hook: Any, module: Any, computed: int = 0, **blocks: Any) -> bool:
-    """Store 32 state blocks. Only the first and the last are not null. With the bug, the first block is stored too."""
+    """Store 32 state blocks. Only the first and the last block are not null. The bug stores the first block too."""
     connector = _windows.scheduler_side(module, 0, list(range(1, 65)), [65, *[0] * 30, 96], computed=computed)
     stores = _windows.stored(hook, module, connector, computed, 512 - computed, **blocks)[1:]
     return any(meta.op.block_ids[1][0] for meta in stores if meta.op.start == 0)

@@ -1,8 +1,8 @@
 """Hits return wrong text with Mamba or GDN layers: the server stores a chunk whose state lies in a null block.
 
 Symptom: No error is logged. Prompts that hit the cache return wrong text, until the chunks are evicted. The model has
-attention layers and layers with states (Mamba, GDN: Qwen3-Next, Nemotron-H, Granite 4). With the default options of
-`lmcache server`, one step with more tokens than a block triggers the bug.
+attention layers and Mamba or GDN layers with states, as Qwen3-Next, Nemotron-H and Granite 4 have. With the default
+options of `lmcache server`, a step that computes more tokens than a block holds triggers the bug.
 
 Cause: With `mamba_cache_mode="align"`, vLLM keeps only the state block at the end of a step. All other blocks of the
 state are null block 0. The server stores a chunk as one or several objects. The server leaves out an object only

@@ -37,7 +37,7 @@ def build_connector_meta(connector: Any, *_: Any) -> bool:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """End a request that has two blocks for its prompt and one more. With the bug, all three blocks are offered."""
+    """End a request with two prompt blocks and one output block. With the bug, prefill offers all three blocks."""
     config = stubs.Stub(parallel_config=stubs.Stub(decode_context_parallel_size=1, prefill_context_parallel_size=1))
     connector = _mooncake.scheduler_side("kv_producer", _is_hma_required=False, vllm_config=config)
     request = _mooncake.finished_prefill(40, module.RequestStatus.FINISHED_LENGTH_CAPPED, num_prompt_tokens=32)

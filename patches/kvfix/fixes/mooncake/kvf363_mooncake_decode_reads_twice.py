@@ -31,7 +31,7 @@ promise_once, end_once = _prefills.for_the_first(_prefill)
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Look up two requests for one prefill. With the bug, the connector promises tokens to both requests."""
+    """Look up two decode requests for one prefill request. With the bug, both decode requests get prefill's tokens."""
     connector, peer = _mooncake.scheduler_side("kv_consumer"), dict.fromkeys(_mooncake.PEER, "p")
     return _prefills.promised_twice(hook, connector, **peer)
 

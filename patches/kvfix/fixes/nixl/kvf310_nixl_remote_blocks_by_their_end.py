@@ -9,8 +9,8 @@ prefill engine's list (base_worker.py 0.32.0:3455). The pairs are right only if 
 same token. If the router does not set `max_tokens` to 1, generated tokens may add blocks to prefill's list.
 
 Fix: Before a read, the fix cuts the prefill engine's list after the prompt's last block. If the prefill engine's list
-is too short, the fix reports the load as failed, and vLLM applies `kv_load_failure_policy`. The fix does nothing for KV
-groups without full attention, with context parallelism, or if the two engines have different block sizes.
+is too short, the fix reports the load as failed, and vLLM applies `kv_load_failure_policy`. The fix does nothing if
+context parallelism is on, if the engines have different block sizes, or for KV groups without full attention.
 - Remove when: vLLM pairs the blocks by their position in the prompt.
 """
 
@@ -46,7 +46,7 @@ def _same_blocks(worker: Any, engine: str) -> bool:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Load two blocks from a prefill that has three. With the bug, the worker reads the last two."""
+    """Load two blocks from a prefill instance that has three. With the bug, the worker reads the last two blocks."""
     read = stubs.Calls(True)
     engine = stubs.Stub(remote_block_size=16, remote_physical_blocks_per_logical=1, remote_dcp_size=1, remote_tp_size=1)
     topo = stubs.Stub(get_engine_info=lambda _: engine, tp_ratio=lambda _: 1, block_size_ratio=lambda _: 1)

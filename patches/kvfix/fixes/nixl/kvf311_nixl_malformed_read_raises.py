@@ -9,7 +9,7 @@ failed handshake before it reports the failure (base_worker.py 0.32.0:1354). The
 of each group. If the blocks are one flat list, this code raises, and NixlConnector never reports the failure.
 
 Fix: If `_read_blocks_for_req` raises, the fix logs the exception and reports the load as failed. vLLM then applies
-`kv_load_failure_policy`. If the code of the log line raises, the fix catches the error, and the failure is reported.
+`kv_load_failure_policy`. If the code of the log line raises, the fix catches the error, and vLLM reports the failure.
 - Remove when: vLLM reports a load with malformed parameters as failed.
 """
 

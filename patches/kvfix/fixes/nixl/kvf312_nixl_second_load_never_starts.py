@@ -7,7 +7,7 @@ expired remote read`). Without this option, the bug affects requests whose param
 Cause: get_num_new_matched_tokens promises `remote_num_tokens` as long as the parameters name remote blocks
 (pull_scheduler.py 0.32.0:66-104). But update_state_after_alloc starts the load of a prefill request only with
 `bidirectional_kv_xfer`, and only once (`_remote_blocks_processed`, :130-133). If NIXL needs a buffer in host memory,
-update_state_after_alloc starts no such load (:126). After a preemption or a failed load, vLLM looks the request up
+update_state_after_alloc never starts this load (:126). After a preemption or a failed load, vLLM looks the request up
 again, and NixlConnector promises the same blocks again.
 
 Fix: If update_state_after_alloc would start no load, the fix promises 0 tokens, and the request computes its prompt.

@@ -3,8 +3,8 @@
 Symptom: With NixlPushConnector the log has `nixl-push-writer error; continuing`. Then leases of unrelated requests end
 early, and unrelated requests stay in WAITING_FOR_REMOTE_KVS.
 
-Cause: The push writer thread fetches all waiting notices at once. If one notice makes the thread raise, the
-later notices are lost (push_worker.py 0.32.0:279-286). An example is a registration of more blocks than prefill has.
+Cause: The push writer thread fetches all waiting notices at once. If one notice makes the thread raise, the later
+notices are lost (push_worker.py 0.32.0:279-286). A registration of more blocks than prefill has makes the thread raise.
 
 Fix: The fix logs an exception of `_handle_push_reg_notif`, and the thread continues with the next notice. A request
 whose KV could not be written waits until its lease and its registration have ended.

@@ -1,8 +1,8 @@
 """All loads from one prefill engine fail until a restart: NixlConnector remembers the wrong rank count of one request.
 
-Symptom: From some time on, all loads from one prefill engine fail with `NIXL transfer failure: handshake_setup_failed`
-and `AssertionError` in `_validate_remote_agent_handshake`. The error repeats for each request, although the request's
-parameters are right. Without the fix, the errors end only when the decode engine restarts.
+Symptom: After a request with a wrong `tp_size`, all loads from a prefill engine fail with `NIXL transfer failure:
+handshake_setup_failed` and `AssertionError` in `_validate_remote_agent_handshake`. The error repeats for each request,
+although the request's parameters are right. Without the fix, the errors end only when the decode engine restarts.
 
 Cause: `tp_size` comes from a request's parameters. `add_remote_agent` first stores this value for the peer, and checks
 the value afterwards (base_worker.py 0.32.0:2254). `register_remote_engine` never replaces the stored value (utils.py

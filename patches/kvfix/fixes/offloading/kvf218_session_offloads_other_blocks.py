@@ -30,7 +30,7 @@ def drop_old_blocks(scheduler: Any, scheduler_output: Any) -> None:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Schedule a session with blocks 3 and 4 as new, with blocks 3 to 5. The bug makes a list of five blocks."""
+    """Schedule a session that has blocks 3 and 4 as a new request with blocks 3 to 5. The bug lists five blocks."""
     blocks = [3, 4]
     request = stubs.Stub(group_states=(stubs.Stub(block_ids=blocks),), update_offload_keys=lambda: None)
     request.update_block_id_groups = lambda groups: blocks.extend(groups[0])

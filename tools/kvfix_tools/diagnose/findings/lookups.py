@@ -1,4 +1,4 @@
-"""Count lookups and stores, collect their settings, and find why lookups have no hit."""
+"""Count lookups and stores, collect LMCache's settings, and find why lookups have no hit."""
 
 import re
 from functools import lru_cache
@@ -22,7 +22,7 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
 class Lookups:
-    """Counts and settings of a log's lookups. Several lookups of the same request count as one."""
+    """Counts of a log's lookups and stores, and LMCache's settings. Lookups of the same request count as one lookup."""
 
     def __init__(self) -> None:
         self.requests: set[str] = set()

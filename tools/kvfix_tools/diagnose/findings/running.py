@@ -25,7 +25,7 @@ def asked_for_ever(log: Diagnosis, line: LogLine) -> Answer | None:
     f, head, counts = line.fields, log.state(_Head), log.counts
     done, asked = counts["stored"] + counts["retrieved"], counts["asked"]
     if not head.fields or head.done != done or (head.fields is not f and _answer(head.fields) != _answer(f)):
-        # A busy engine also repeats lookups in every step. So another request or a transfer restarts the count.
+        # A busy engine also repeats lookups in each step. So another request's lookup or a transfer restarts the count.
         head.fields, head.asked, head.done = f, asked, done
         return None
     if asked - head.asked < POLLS:
@@ -103,7 +103,7 @@ def stands_in_connector(log: Diagnosis, line: LogLine) -> Answer | None:
 
 
 class _TakenForDone(list[LogLine]):
-    """Lines about failed loads, if LMCache's release is unknown. Releases before 0.5.5 report a failed load as done."""
+    """Lines about failed loads, if LMCache's release is unknown. LMCache before 0.5.5 reports a failed load as done."""
 
 
 @finding

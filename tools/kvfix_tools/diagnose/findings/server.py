@@ -7,7 +7,7 @@ from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.findings import Answer, Answers, decides, finding
 from kvfix_tools.diagnose.log_line import LogLine
 
-#: The server's first line about a failed handler. The traceback ends less than _BELOW lines later.
+#: The server's first line about a failed handler. The traceback ends fewer than _BELOW lines below this line.
 _HANDLER = re.compile(
     r"Error (?:in blocking handler|handling (?:request RequestType\.|operation )(?P<operation>\w+))(?:: (?P<error>.+))?"
 )
@@ -91,5 +91,5 @@ def _failed_handler(head: LogLine, error: str) -> Answer:
 def failed_at_server(log: Diagnosis, line: LogLine) -> Answers:
     if line.fields["what"] == "store":
         yield "store-to-server-failed", Answer("the store of this request failed at the server")
-    elif log.releases.within("lmcache", "<0.5.5") is False:  # KVD301 reports the failure before 0.5.5
+    elif log.releases.within("lmcache", "<0.5.5") is False:  # for LMCache before 0.5.5, KVD301 reports the failure
         yield "load-from-server-failed", Answer("the load of this request from the server failed")

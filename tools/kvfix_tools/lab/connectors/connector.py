@@ -101,7 +101,7 @@ class Connector:
         return {**{where: set(names) for where, names in self.reader.kept()}, **of_others}
 
     def reads_wrong(self, name: str, message: str) -> None:
-        """Record that a step has read wrong KV in blocks that are not reported as failed."""
+        """Record that a step has read wrong KV in blocks that no worker has reported as failed."""
         self.events.wrong_content(name, message)
 
     def not_to_store(self, request: Any) -> str:
@@ -163,7 +163,7 @@ def nothing(*_: Any, **__: Any) -> None:
 
 
 class OtherConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """The lab's own child of a MultiConnector. The lab decides which requests have KV here, and loads the KV."""
+    """The lab's child of a MultiConnector. The lab decides which requests have KV in this child, and loads the KV."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)

@@ -46,7 +46,7 @@ class Contract:
         self._owner.events.violated(rules.WRONG_KIND, name, f"{hook} answers {answer!r:.80}; expected: {wanted}")
 
     def get_num_new_matched_tokens(self, request: Any, computed: int) -> Any:
-        """Call the hook twice, because vLLM may do so. The hook must have no side effects (base.py:10-11)."""
+        """Call the hook twice, because vLLM may call it twice. The hook must have no side effects (base.py:10-11)."""
         name, first = request.request_id, self._ask(request, computed)
         answer = self._ask(request, computed)
         right = isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], bool)
@@ -110,7 +110,7 @@ class Contract:
 
 
 def kept_requests(connector: Any, ids: set[str]) -> dict[str, set[str]]:
-    """Return {attribute: ids in the attribute}. Search the connector, and its objects from its own package."""
+    """Return {attribute: ids in it}. Search the connector and the objects in it that are from its package."""
     found: dict[str, set[str]] = {}
     seen: set[int] = set()
     waiting: list[tuple[str, Any, int]] = [(type(connector).__name__, connector, 0)]

@@ -22,9 +22,9 @@ _PLAIN = {"step": 60, "admit": 10, "take_blocks": 2, "free_blocks": 3, "budget":
 _FAULTS = {"abort": 4, "evict": 1, "fail_load": 2, "admit_again": 2, "timeout": 1, "preempt": 2}
 #: Steps that are drawn only if lookups take time.
 _ASYNCHRONOUS = {"slow_lookups": 2, "wait": 1}
-#: This step is drawn only with Options.beside. The step gives the other connector the KV of an open request.
+#: This step is drawn only with Options.beside. The step gives the MultiConnector's other child the KV of a request.
 _MULTI_CONNECTOR = {"is_beside": 5}
-#: {feature (releases.FEATURES): its steps and their weights}. Each feature is drawn for three of ten seeds.
+#: {feature (releases.FEATURES): {kind of step: weight}}. Each feature is drawn for three of ten seeds.
 _SOMETIMES = {
     "pause": {"pause": 1, "unpause": 3},
     "sessions": {"session": 3, "input": 6, "end_input": 1},
@@ -49,7 +49,7 @@ class Schedule(NamedTuple):
 
     @classmethod
     def from_json(cls, text: str) -> "tuple[Schedule, dict[str, str]]":
-        """Return a saved schedule and the versions with which it was found. Raise ValueError for any other text."""
+        """Return a saved schedule, and the versions of vLLM and LMCache in it. Raise ValueError for other text."""
         try:
             whole = json.loads(text)
             version = whole["kvfix-schedule"]
@@ -114,7 +114,7 @@ def draw(
 
 
 def _rank(rng: Random, kind: str, options: Options) -> DrawnStep:
-    """Return (rank,), or () for a step of all ranks. Only `v1` has a cache per rank, and can evict on one rank."""
+    """Return (rank,) for a step of one rank, or () for a step of all ranks. Only `v1` can evict on one rank."""
     kinds = ("fail_load", "fail_store", "lose_loads", "evict" if options.connector == "v1" else "")
     if options.ranks == 1 or kind not in kinds or (kind == "lose_loads" and rng.random() < 0.5):
         return ()
