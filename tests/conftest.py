@@ -149,7 +149,7 @@ def fork_server() -> Iterator[ForkServer]:
 
 
 def call(function: Callable[..., Any], *arguments: Any, fixes: Fixes = False) -> str:
-    """Return code that prepares the lab and calls this function. torch gets one thread, as a fork has only one."""
+    """Return code that prepares the lab and calls `function`. A fork has one thread, so torch must use one thread."""
     return f"""
 import torch
 torch.set_num_threads(1)
@@ -219,8 +219,8 @@ def answers(*expected: Any, also: str = "", **fixed: Any) -> Callable[[Callable[
     """Turn a function into a test that runs the function in a fork and compares the result with `expected`.
 
     - expected: one result, or two results (first without, then with fixes). Default: the test's parameter `answer`
-    - also: names of more parameters of the test, separated by spaces: `fixes`, `release`, `answer`
-    - fixed: values of `fixes` and `release`. Default: release 0.5.6, and for a second result the default fixes
+    - also: more parameters of the test (`fixes`, `release` or `answer`), separated by spaces
+    - fixed: values of `fixes` and `release`. Without them: release 0.5.6, and the default fixes for a second result
     """
 
     def make(case: Callable[..., Any]) -> Any:

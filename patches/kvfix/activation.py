@@ -1,11 +1,11 @@
 """Pass one configuration to every process of an engine, and apply fixes there after the import of the fixed modules.
 
-vLLM starts EngineCore and its workers as other processes, most often by spawn, without the parent's patches. So
+vLLM starts EngineCore and its workers as new processes. A spawned process does not have the parent's patches. So
 `apply()` writes the configuration into the environment. `load`, a plugin of vLLM, reads the configuration in each
 process, before vLLM creates scheduler, worker and connector (vllm/v1/engine/core.py, v1/worker/worker_base.py).
 
 A finder on the meta path applies a fix after the import of the fixed module. `activate` also applies fixes to modules
-that are already imported. kvfix does not use wrapt: wrapt imports slowly, and wrapt's hooks can break an import.
+that are already imported. kvfix does not use wrapt, because wrapt imports slowly and its hooks can break an import.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def _settle_imported() -> None:
 
 
 def _settle(modules: dict[ModuleType, bool]) -> None:
-    """Apply the fixes and the connector events to modules. modules: {module: True if its import has ended}."""
+    """Apply fixes and recording wrappers to the modules. modules: {module: True if its import has ended}."""
     from kvfix import applying
 
     for module, complete in modules.items():

@@ -2,8 +2,9 @@
 
 No look may find a problem. The engine repeats the same requests, and must give equal answers. The engine and `kvfix
 look` have one core each, and the engine has one thread for kernels. The bench measures how long a look stops a thread
-of the engine, minus waits of the thread or the looker for a core. The looker's processor time counts instead if it is
-longer. The bench also measures the time of the code that `kvfix look` runs in the engine's main thread.
+of the engine, and subtracts the time in which the thread or `kvfix look` waits for a core. If the processor time of
+`kvfix look` is longer than the result, the bench takes the processor time. The bench also measures the code that
+`kvfix look` runs in the engine's main thread.
 """
 
 import os

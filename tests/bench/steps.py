@@ -121,8 +121,8 @@ with runner.quiet():
 
 #: The maximum percent that each mode of kvfix may add to a step's time.
 BUDGET = {"fix": 2, "observe": 2, "check": 5}
-#: For each connector of the lab, the name of the steps and the budget. With leases, each step admits a request and
-#: ends a request. Mode `observe` records about six events for the two requests.
+#: {connector of the lab: (what the results call a step, budget)}. With leases, each step admits one request and ends
+#: another request. Mode `observe` records about six events for the two requests.
 STEPS = {
     "v1": ("scheduler steps", BUDGET),
     "offloading": ("steps with OffloadingConnector's jobs", BUDGET),

@@ -13,7 +13,7 @@ from kvfix_tools.search import candidates, search
 
 ENTRIES = list(explain.entries())
 RETIRED_CODES = {**RETIRED, **problems.knowledge().retired}
-FINDINGS = {each.code: each for each in problems.catalogue() if each.on}  # `on` names log messages, instead of `signs`
+FINDINGS = {each.code: each for each in problems.catalogue() if each.on}  # a rule with `on` has no `signs`
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=[entry.code for entry in ENTRIES])

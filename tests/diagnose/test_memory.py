@@ -27,7 +27,7 @@ def kept(*roots: object) -> int:
 
 
 def requests(first: int, many: int) -> Iterator[bytes]:
-    """Yield for each request the lines of a lookup, a load, a warning, and a worker's traceback that breaks off."""
+    """Yield, for each request, lines of a lookup, a load and a warning, and the beginning of a worker's traceback."""
     for number in range(first, first + many):
         yield (
             b"[2026-11-21 11:22:55,512] LMCache INFO: Reqid: r%d, Total tokens 300, Inference Engine computed tokens: "
@@ -41,7 +41,7 @@ def requests(first: int, many: int) -> Iterator[bytes]:
 
 
 def test_what_is_kept_of_a_log_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read about 50 MB. With low limits, the test notices if even one object per request stays in memory."""
+    """Read about 50 MB. The test lowers kvfix's limits, and fails if even one object per request stays in memory."""
     for module in (diagnosis, ledger_events):
         monkeypatch.setattr(module, "REQUESTS", 200)
     for name in ("_REQUESTS", "_ENGINES"):

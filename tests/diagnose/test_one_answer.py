@@ -11,7 +11,7 @@ from tests.diagnose.lines import LOGS, finding_logs, real
 
 @lru_cache(maxsize=1)
 def known() -> list[bytes]:
-    """Return logs of real engines that fail, and the logs in finding_logs.toml that have a finding."""
+    """Return the real engines' logs that show a problem, and the logs in finding_logs.toml that have a finding."""
     whole = [real(path.name.removesuffix(".log.gz")) for path in sorted(LOGS.glob("*.gz"))]
     failed = [log for log in whole if troubles(diagnosed(log))]
     return failed + [log.encode() for logs in finding_logs("found").values() for log in logs]
@@ -22,7 +22,7 @@ def troubles(log: Diagnosis) -> set[str]:
 
 
 def test_the_end_of_a_log_and_its_decisive_line_do_not_contradict_the_whole() -> None:
-    """The whole log has all certain findings of its last 200 lines and of its decisive line. Symptoms may differ."""
+    """The whole log has each certain finding of its last 200 lines, and of the line that decides its first finding."""
     for log in known():
         whole = diagnosed(log)
         lines = log.splitlines(keepends=True)

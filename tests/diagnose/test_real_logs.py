@@ -137,7 +137,7 @@ def test_every_planted_fault_has_a_healthy_twin() -> None:
 
 
 def played(seeds: int) -> list[tuple[list[str], str, int]]:
-    """Play a schedule without faults for each seed. Return violated rules, LMCache's log, and loaded tokens."""
+    """Play a random schedule without faults for each seed. Return violated rules, LMCache's log, and loaded tokens."""
     os.environ["LMCACHE_LOG_LEVEL"] = "DEBUG"
     sys.stderr = log = io.StringIO()  # before LMCache creates log handlers, which keep this stderr
     from kvfix_tools.lab import runner

@@ -23,7 +23,7 @@ from tests.fork_server import FORK_WORKERS, Forked
 HERE = Path(__file__).parent
 #: Maximum seconds for a run of an engine. A run takes one minute, or at most three minutes while other engines run.
 LIMIT = 300
-#: Marks tests whose result the lab's engine or another case also shows. The marked tests take five minutes.
+#: Marks slow tests (five minutes in all). The lab's engine or another test case shows the results of these tests too.
 LONG = pytest.mark.skipif(
     "KVFIX_TEST_LONG" not in os.environ, reason="the lab's engine shows this too. KVFIX_TEST_LONG=1 runs a real engine"
 )

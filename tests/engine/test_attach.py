@@ -28,7 +28,7 @@ pytestmark = [
 
 HARD = [*REPORT, *CROWD]
 CALM = CROWD[:2]
-#: After a detach, this code writes the functions still wrapped, the count of functions ever wrapped, and the RSS in kB.
+#: After a detach, this code writes (functions that are still wrapped, count of ever wrapped functions, RSS in kB).
 ORIGINALS = """
 import inspect
 import json

@@ -25,7 +25,7 @@ from tests.engine.start import Ran
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 TOKENS = 4
-#: Some prompts fill whole chunks, some end inside a chunk, and some need several steps. They have 108 whole chunks.
+#: Some prompts fill whole chunks, some end inside a chunk, some need several steps. All together have 108 whole chunks.
 PROMPTS = [prompt(tokens, seed) for seed, tokens in enumerate([100, 128, 200, 256, 411, 657] * 4 + [300], 1)]
 #: The tests plant faults in the cached chunks of WRONG. This prompt has three whole chunks and a part of a chunk.
 WRONG, OTHER = prompt(200, 77), prompt(200, 78)
@@ -132,7 +132,7 @@ def healthy(engine: Engine) -> dict[str, Any]:
 
 
 def faults(engine: Engine) -> dict[str, Any]:
-    """For each planted fault, return the comparisons and if the answer is right. Repeat `zeros` without the audit."""
+    """For each fault, return the comparisons, and True if the answer is right. Repeat `zeros` without the audit."""
     import kvfix_engine_verify
 
     right, _ = (engine.ask([each])[0] for each in (WRONG, OTHER))
@@ -164,7 +164,7 @@ def put(chunks: list[torch.Tensor], kv: torch.Tensor) -> None:
 
 
 def half_of_the_hits(engine: Engine) -> dict[str, Any]:
-    """Audit half of the hits. Return ids of requests that were compared, got no promise, or have a CRC below 2**31."""
+    """Audit half of the hits. Return three lists of request ids: compared, not promised, chosen (CRC below 2**31)."""
     engine.audit(0.5)
     compared, _ = engine.audited(PROMPTS)
     asked = {event.request: event.promised for event in engine.events("Asked")}

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 DRAFTS, ACCEPTED = "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens"
 ANSWERS = [(prompt(200, seed), 70) for seed in range(21, 25)]  # each prompt fills three chunks, its answer a fourth
-#: Two rounds send ANSWERS. A prompt of the third round is a prompt of ANSWERS, followed by the model's answer to it.
+#: Two rounds send ANSWERS. A prompt of the third round is a prompt of ANSWERS, followed by the model's answer.
 TURNS = [ANSWERS, ANSWERS, [(each, 8) for each in range(len(ANSWERS))]]
 NGRAM: dict[str, Any] = {
     "rounds": TURNS,

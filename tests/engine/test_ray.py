@@ -30,7 +30,7 @@ RAY = {"KVFIX_TEST_RAY": "1", "RAY_AUTH_MODE": "disabled", "RAY_worker_niceness"
 
 @contextmanager
 def cluster(folder: Path) -> Iterator[tuple[str, list[int]]]:
-    """Yield the address and the nodes' pids. Retry if a start takes over 30 s (ray/_private/node.py 2.60.0:428)."""
+    """Yield the cluster's address and node pids. Retry if a start takes over 30 s (ray/_private/node.py 2.60.0:428)."""
     for _ in range(3):
         with ExitStack() as stack:
             sockets, port = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvfix-ray-")), free_port()

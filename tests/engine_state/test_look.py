@@ -42,7 +42,7 @@ def look(pid: int, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 def watched(pid: int, draws: int) -> tuple[int, str]:
-    """Interrupt `kvfix look --watch` after `draws` draws. Return the exit code, and all drawn text."""
+    """Let `kvfix look --watch` draw `draws` times, then interrupt it. Return its exit code and all drawn text."""
     ours, its = pty.openpty()
     # A background job of a shell ignores SIGINT, and so do the children of the job. So restore SIGINT.
     with subprocess.Popen(

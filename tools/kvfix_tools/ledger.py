@@ -1,4 +1,4 @@
-"""Define the events and rules of the ledger that only the tools use.
+"""Define those events and rules of the ledger (kvfix.ledger) that only the tools use.
 
 A single process of an engine cannot record these events. kvfix gets the events from the lab, or from the recordings of
 several processes. The decorator `rule` adds each rule to `kvfix.ledger.RULES`. For all rules, import RULES from here.
@@ -103,9 +103,9 @@ def read_outlives_lease(history: History, event: LeaseRead) -> Outcome:
     """A peer reads blocks only while their lease lasts.
 
     After the lease, another request may have the blocks. A read that ends later may load the KV of this other request.
-    Each read sends a release message when it ends (nixl/pull_worker.py 0.32.0:546). If a lease times out, no release
-    message has arrived, so no read has ended yet. In push mode, prefill writes the blocks. A write can end in the step
-    of the timeout (push_worker.py 0.32.0:822). The rule compares no clocks, so its verdict for a push is "unknown".
+    At its end, each read sends a release message (nixl/pull_worker.py 0.32.0:546). If a lease times out, no release
+    message has arrived, so no read has ended yet. In push mode, prefill writes the blocks. A write may end in the step
+    in which the lease times out (push_worker.py 0.32.0:822). The rule compares no clocks, so a push gets "unknown".
     """
     ended = history.lease_ended
     if ended is None or ended.expired is False:
@@ -121,8 +121,8 @@ def read_outlives_lease(history: History, event: LeaseRead) -> Outcome:
 def lease_read_twice(history: History, event: LeaseRead) -> Outcome:
     """Only one request of the peer reads the kept blocks. This request's release message frees the blocks.
 
-    After this release, another request may have the blocks, and a second reader may load the KV of this other request
-    (nixl/pull_worker.py 0.32.0:684).
+    After this release, vLLM may give the blocks to a new request. A second reader may then load the KV of the new
+    request (nixl/pull_worker.py 0.32.0:684).
     """
     before = _last(history, LeaseRead)
     if before is None or before.reader == event.reader:
@@ -136,7 +136,7 @@ def written_after_lease(history: History, event: WriteBegun) -> Outcome:
     """An engine writes blocks to its peer only while it keeps these blocks.
 
     vLLM frees blocks that a connector reports as sent (vllm/v1/core/sched/scheduler.py 0.32.0:3235). Other requests
-    then write into these blocks. A later transfer sends this KV of other requests, and the peer uses the wrong KV.
+    then write their KV into the blocks. A later write to the peer sends this KV, and the peer uses wrong KV.
     """
     if history.lease_ended is None:
         return None

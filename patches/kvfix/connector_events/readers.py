@@ -12,7 +12,7 @@ from kvfix.engine_state.reader import Reader, Spans
 
 
 def reader(connector: Any) -> Reader:
-    """Choose the reader by the connector's attributes, because forks and copies of a connector keep its attributes."""
+    """Choose the reader by the connector's attributes, because a fork of a connector usually keeps the attributes."""
     found = lmcache_readers.reader(connector)
     if found is not None:
         return found

@@ -1,9 +1,9 @@
 """Keep the last events of this process in a bounded queue (the flight recorder), and write recorder files.
 
-The recorder only counts hook calls that cause no event. So steps without changes push no event out of the queue.
+If a hook call causes no event, the recorder only counts the call. So steps without events leave the queue unchanged.
 
-A recorder file has JSON lines. kvfix writes the file atomically, in a folder that only the folder's owner can read. The
-first line describes the file. The other lines follow in any order. Each line has a `kind`:
+A recorder file has JSON lines. kvfix writes the file atomically, in a folder that only its owner can read. The first
+line describes the file. The other lines follow in any order. Each line has a `kind`:
 
     {"kind": "recorder", "schema": 1, "reason": "violation", "pid": 1, "process": "EngineCore", "mode": "check",
      "node": "n1", "boot": "...", "began": 1, ...}
@@ -192,7 +192,7 @@ def kept(watched: "WatchedConnector") -> dict[str, int]:
 
 
 def scheduler_state() -> dict[str, int]:
-    """Return the scheduler's numbers of requests and blocks. Return {} if this process has no or several schedulers."""
+    """Return the scheduler's request and block counts. Return {} unless this process has exactly one scheduler."""
     try:
         (found,) = schedulers()
         pool = found.kv_cache_manager.block_pool

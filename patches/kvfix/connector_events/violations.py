@@ -19,7 +19,7 @@ from kvfix.session import session
 if TYPE_CHECKING:
     from kvfix.connector_events.watched import WatchedConnector
 
-#: Environment variable: path of a file that lists findings to suppress, such as `KVR009` or `KVR009 _requests_prio*`.
+#: Environment variable: path of a file of findings to suppress. Example lines: `KVR009`, `KVR009 _requests_prio*`.
 SUPPRESS = "KVFIX_SUPPRESS"
 #: A process writes at most DUMPS files for violations and exceptions, and at most one per kind in PAUSE seconds.
 DUMPS, PAUSE = 16, 60.0
@@ -57,7 +57,7 @@ def report(watched: "WatchedConnector", hook: str, finding: Finding, error: Exce
 
 
 def report_exception(watched: "WatchedConnector", hook: str, event: Raised) -> None:
-    """Write a recorder file with the events before an exception that no rule checks."""
+    """Write a recorder file with the events before an exception. In mode `observe`, no rule checks the exception."""
     if _is_due(f"exception {hook} {_without_numbers(event.error)}"):
         path = written(recorder.write, "exception")
         if path:

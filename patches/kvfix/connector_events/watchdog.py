@@ -117,7 +117,7 @@ class Watchdog:
                 if request.status.name not in of_others and not request.status.name.startswith("FINISHED"):
                     computed[request.request_id] = request.num_computed_tokens
         went_on = any(computed.get(name) != tokens for name, tokens in self._computed.items())
-        computing = steps == self._steps and _is_with_workers(calls)  # a new step: the workers have answered
+        computing = steps == self._steps and _is_with_workers(calls)  # if `steps` has grown, the workers have answered
         self._computed, self._steps = computed, steps
         return not computed or paused or went_on or computing
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 #: kvfix checks an ended request for leaks after STEPS steps and SECONDS seconds. By then, transfers usually have ended.
 STEPS, SECONDS = 32, 3.0
-#: The step that allocates blocks for a load should list the load in the metadata. PATIENCE: steps before a report.
+#: A load should be in the metadata of the step that allocates its blocks. kvfix waits PATIENCE steps, then reports.
 PATIENCE = 8
 #: kvfix remembers at most this number of requests whose lookup was never answered.
 GIVEN_UP = 1024

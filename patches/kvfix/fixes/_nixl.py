@@ -48,7 +48,7 @@ def worker_side(**more: Any) -> Any:
 
 
 def load(remote: list[int], own: list[int]) -> Any:
-    """Return the metadata of a load from engine "p" for probes. remote: blocks of prefill. own: blocks of decode."""
+    """Return, for probes, the metadata of a load from engine "p". remote: blocks of "p". own: blocks of decode."""
     source = stubs.Stub(block_ids=[remote], engine_id="p", request_id=stubs.NAME, registration_generation=0)
     return stubs.Stub(
         local_block_ids=(own,), local_physical_block_ids=(own,), local_num_computed_blocks=(0,), remote=source,
@@ -66,7 +66,7 @@ def remote_prefill(tokens: int, request_id: str = stubs.NAME, **params: Any) -> 
 
 
 def finished_prefill(tokens: int, **more: Any) -> Any:
-    """Return, for probes, a request that has ended on the prefill instance. Decode will read the blocks."""
+    """Return, for probes, a request that has ended on the prefill instance. A decode instance will read its blocks."""
     from vllm.v1.request import RequestStatus
 
     params, status = {"do_remote_decode": True}, RequestStatus.FINISHED_LENGTH_CAPPED

@@ -56,7 +56,7 @@ def fails_jobs(mark: str, find: Callable[[Any, Any], Collection[int]]) -> Fixing
         size = scheduler.config.blocks_per_chunk
         for number, (_, request) in stores.items():
             for place, group in enumerate(request.group_states) if number not in scheduler._jobs else ():
-                if place in scheduler._sliding_window_groups:  # blocks before this index may have left the window
+                if place in scheduler._sliding_window_groups:  # the first `before` blocks may have left the window
                     before = group.next_stored_chunk_idx * size
                     group.block_ids[:before] = [0] * len(group.block_ids[:before])
                 group.next_stored_chunk_idx = 0

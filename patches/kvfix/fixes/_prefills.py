@@ -14,7 +14,7 @@ _FIRST = "_kvfix_first"
 
 
 def is_to_load(request: Any) -> bool:
-    """Return True if the request asks for a remote prefill and has no blocks yet."""
+    """Return True if the request asks for a remote prefill, and the connector has not started the load yet."""
     return bool(request.kv_transfer_params and request.kv_transfer_params.get("do_remote_prefill"))
 
 
@@ -93,7 +93,7 @@ def has_another(connector: Any, prefill: tuple[Any, ...]) -> bool:
 def compute(request: Any) -> None:
     """Set `do_remote_prefill` to False, so that the request computes its prompt.
 
-    If `do_remote_prefill` stays True, vLLM can tell the prefill engine to free the blocks: in
-    `update_state_after_alloc`, or in `request_finished` after an abort. Another request may still read these blocks.
+    If `do_remote_prefill` stays True, `update_state_after_alloc` can tell the prefill engine to free the blocks. After
+    an abort, `request_finished` can do so too. Another request may still read these blocks.
     """
     request.kv_transfer_params = {**request.kv_transfer_params, "do_remote_prefill": False}

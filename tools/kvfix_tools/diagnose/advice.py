@@ -1,4 +1,4 @@
-"""Return the cause of a finding, and the remedies in the order in which the user should try them."""
+"""Return the cause of a finding, and the remedies that the user should try, surest first."""
 
 import re
 from typing import NamedTuple
@@ -102,7 +102,7 @@ def remedy(log: Diagnosis, found: LogFinding) -> Remedy:
 
 
 def _ahead(log: Diagnosis, found: LogFinding, good: str) -> str:
-    """Return `good` without upgrades that the log's release includes. If nothing is left, advise a report."""
+    """Return `good` without upgrades that the log's engine already has. If nothing is left, advise a bug report."""
     kept = [part for part in good.split("; ") if not _is_behind(log, found, part)]
     if kept:
         return "; ".join(kept)

@@ -15,7 +15,7 @@ from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.findings import Severity
 from kvfix_tools.diagnose.log_finding import LogFinding
 
-#: The first 400 bytes of all output files match this pattern. kvfix overwrites only files that match or are empty.
+#: Matches the first 400 bytes of each file that kvfix-diagnose wrote. kvfix overwrites only empty or matching files.
 _OURS = re.compile(rb"kvfix-diagnose|kvfix \d\S* read a log")
 FORMATS = ("text", "json", "github")
 _CERTAIN = "certain"

@@ -23,7 +23,7 @@ from kvfix_tools.diagnose.texts import WHO
 from kvfix_tools.ledger import RULES
 
 State = TypeVar("State")
-#: Maximum number of separate findings. Above this number, all further crashes of a rule share one finding.
+#: Maximum number of separate findings. Above this number, a rule reports all further crashes in one finding.
 FINDINGS = 1000
 #: Every traceback violates this rule of the ledger. kvfix ignores the rule, because other findings report tracebacks.
 _EXCEPTION = "exception-left-hook"
@@ -39,9 +39,8 @@ class Diagnosis:
 
     def __init__(self, on_found: Callable[[LogFinding], None] | None = None, request: str = "") -> None:
         self.ledger = Ledger(HISTORY)
-        #: For each kind of line, the number of lines.
+        #: For each kind of line: the number of lines, the first line and the last line.
         self.counts: Counter[str] = Counter()
-        #: For each kind of line, the first line and the last line.
         self.first: dict[str, LogLine] = {}
         self.last: dict[str, LogLine] = {}
         self.releases = Releases()
@@ -98,7 +97,7 @@ class Diagnosis:
         if line.time is not None:
             self._time = line.time
         if name == "asked":
-            # vLLM looks up a waiting request in every engine step. Run the rules for 1 in 16 adjacent equal lookups.
+            # vLLM looks up a waiting request in every step. Run the rules only for 1 in 16 adjacent equal lookups.
             self._repeats = self._repeats + 1 if line.fields is self._asked else 0
             is_repeated = self._repeats > 0
             if not is_repeated:
@@ -130,7 +129,7 @@ class Diagnosis:
         return self.findings
 
     def _run(self, kind: str, line: LogLine | None) -> None:
-        """Ask each rule for this kind of line, and add findings. Most rules are functions of the package `findings`."""
+        """Apply each rule that looks at this kind of line. Most rules call a function of the package `findings`."""
         for rule in self._rules.get(kind, ()):
             if (answer := rule.look(self, line)) is not None:
                 self.add(rule, answer, line)

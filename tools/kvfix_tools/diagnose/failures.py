@@ -36,7 +36,7 @@ class Failures:
     def __init__(self) -> None:
         #: The first lines about failures that no finding and no known problem explains.
         self.lines: list[LogLine] = []
-        #: The first exceptions of the log, without repeats, also if a finding explains them.
+        #: The first exceptions of the log, without repeats, even exceptions that a finding explains.
         self.raised: list[LogLine] = []
         self._shown: set[tuple[object, ...]] = set()
         #: `dead` is True if the log reports that an engine or a worker died. `death` is the first line about a death.
@@ -45,7 +45,7 @@ class Failures:
         #: The engine's line that quotes a worker's exception, for logs that lack the worker's own lines.
         self.quoted: LogLine | None = None
         self.last: dict[str, LogLine] = {}
-        #: For each file of a process that is shutting down, the time of the first line about the shutdown.
+        #: {log file of a process that is shutting down: time of the first line about the shutdown, or None}
         self.closing: dict[str, float | None] = {}
         #: Number of failures in `lines` before the engine last worked on requests. The engine survived these failures.
         self._survived = 0

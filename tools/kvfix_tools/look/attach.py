@@ -79,7 +79,7 @@ class _Engine:
             time.sleep(_PAUSE if left else 0)
 
     def _once(self, pid: int, what: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
-        """Return state "without" if kvfix can do nothing in the process, for example because vLLM is not loaded."""
+        """Call `what` once. Return state "without" if kvfix can do nothing there, as in a process without vLLM."""
         folder = os.path.dirname(os.path.dirname(os.path.abspath(kvfix.__file__)))
         source = inspect.getsource(in_engine)
         code = _CODE.format(what=what, arguments=arguments, folder=folder, version=kvfix.__version__, source=source)

@@ -22,7 +22,7 @@ from kvfix_tools.look import inject
 from kvfix_tools.look.other_process import OTHER_NAMESPACE
 
 PATIENCE = 4.0  # maximum seconds until a main thread runs Python code. A lookup of LMCache takes up to 3 s
-#: Patterns for a mapped library (_LIBRARY) or a word of the command (_PROGRAM) of a vLLM or LMCache process.
+#: A process runs vLLM or LMCache if a mapped library matches _LIBRARY, or a word of its command matches _PROGRAM.
 _LIBRARY = re.compile(r"/(?:vllm|lmcache)/[^/\n]+\.so\b")
 _PROGRAM = re.compile(r"(?:^|/)(?:vllm|lmcache)(?:[._][\w.]+)?$|^VLLM::")
 INSIDE, RECORDER, STACKS, NOT = "inside", "by its recorder", "by its stacks only", "not read"
@@ -51,7 +51,7 @@ if name not in sys.modules:
             sys.modules.pop(each, None)
         raise
 """
-#: This text is short, because the main thread compiles it in each look.
+#: This code is short, because the engine's main thread compiles the code in each look.
 _ASK = """
 import sys
 package, answer = sys.modules.get({name!r}), "null"
@@ -80,7 +80,7 @@ def engine_of(pid: int) -> list[Process]:
 
 
 def with_vllm(tree: list[Process], pid: int) -> list[Process]:
-    """Return the processes that have loaded vLLM or LMCache, but not kvfix's own process. Read files only."""
+    """Return the processes that have loaded vLLM or LMCache, but not kvfix's own process. Stop no process."""
     # A process with PyTorch alone counts if it is the process `pid`, or if its parent or child has vLLM or LMCache.
     tree = [each for each in tree if each.pid != os.getpid()]
     maps = {each.pid: processes.proc_text(each.pid, "maps") for each in tree}

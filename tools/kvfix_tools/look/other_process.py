@@ -96,7 +96,7 @@ class Process:
     def run_waiting(self, line: int) -> bool:
         """Run a line of Python in the main thread if the thread waits without the GIL. Return True if the line ran.
 
-        A thread in a long wait without the GIL holds no lock of malloc or Python, so kvfix can make it take the GIL.
+        A thread in a long wait without the GIL holds no lock of malloc or Python, so the thread can take the GIL.
         Once the wait is over, a call by kvfix could hang, because the thread may hold the GIL's mutex (see `wait`).
         """
         names = "PyGILState_Check", "PyGILState_Ensure", "PyRun_SimpleString", "PyGILState_Release"

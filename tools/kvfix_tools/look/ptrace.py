@@ -2,7 +2,7 @@
 
 ptrace stops only this thread, and sends no signal to it. After a call, kvfix restores all registers, even the vector
 registers, because the thread may be inside a computation. kvfix lets each C function return to a breakpoint instruction
-in the process's code, where the thread stops. kvfix writes nothing to memory but the return address (x86-64).
+in the process's code, where the thread stops. kvfix writes only a return address to memory, and only on x86-64.
 
 If the tracing process died during a call, the breakpoint would end the traced process. So kvfix forks a tracing process
 for each `stop`. The tracing process completes all calls of `stop` even if the user ends kvfix.
@@ -86,7 +86,7 @@ class _Vector(ctypes.Structure):
 
 @lru_cache(maxsize=1)
 def _cores() -> threading.Semaphore:
-    """Return the semaphore that allows one stopped thread for each core, so that tracing processes need not wait."""
+    """Return the semaphore that allows one stopped thread per core, so that no tracing process waits for a core."""
     return threading.Semaphore(len(os.sched_getaffinity(0)))
 
 

@@ -2,10 +2,10 @@
 
 Symptom: Nothing is logged. Preempted requests, and other requests that begin with the same tokens, return wrong text.
 
-Cause: For a resumed request, the connector promises the tokens that LMCache has. vLLM counts these tokens as computed,
-but LMCache loads only for new requests, and does not load the tokens. The request's tracker keeps the old tokens and
-blocks, and appends the tokens and blocks of the resume. The old blocks now belong to other requests, but LMCache
-stores the KV of these blocks under the keys of the resumed request (0.3.9 vllm_v1_adapter.py, `build_connector_meta`).
+Cause: For a resumed request, the connector promises the tokens that LMCache has. vLLM counts the promised tokens as
+computed. But LMCache loads tokens only for new requests. The request's tracker keeps the old tokens and blocks, and
+appends the tokens and blocks of the resume. The old blocks now belong to other requests. LMCache stores the KV of the
+old blocks under the keys of the resumed request (0.3.9 vllm_v1_adapter.py, `build_connector_meta`).
 
 Fix: The fix promises 0 tokens to a resumed request, and sets the tracker to vLLM's computed tokens and the new blocks.
 """
@@ -30,13 +30,13 @@ def fix_metadata(impl: Any, scheduler_output: Any) -> None:
 
 
 def lookup_shows_bug(hook: Any, adapter: Any) -> bool:
-    """Look up a request that was scheduled before. The hook must return 0, because no load would start."""
+    """Look up a request that already has a tracker. The hook must return 0, because LMCache would load nothing."""
     impl = stubs.scheduler_side(lookup_client=stubs.lookup_client(256), _request_trackers={stubs.NAME: object()})
     return bool(hook(impl, stubs.request(300), 0) != 0)
 
 
 def metadata_shows_bug(hook: Any, adapter: Any) -> bool:
-    """Resume with 256 of 512 tokens and 20 new blocks. With the bug, the tracker also has the old blocks."""
+    """Resume a request with 256 computed tokens in 20 new blocks. With the bug, the tracker also has the old blocks."""
     impl, tracker = stubs.scheduled(adapter, 900, tracked=512, computed=256)
     hook(impl, stubs.step(16, computed=256, blocks=list(range(40, 60)), resumed=True))
     return bool(tracker.allocated_block_ids != list(range(40, 60)))

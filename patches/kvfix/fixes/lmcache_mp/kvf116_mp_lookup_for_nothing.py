@@ -1,6 +1,6 @@
 """Chunks stay locked until a timeout: LMCache looks up a request that reads no cache, and never releases the locks.
 
-Symptom: vLLM logs nothing. If a request has `prompt_logprobs`, or is a pooling request that reads no cache, its
+Symptom: vLLM logs nothing. Requests with `prompt_logprobs`, and some pooling requests, read no cache. The requests'
 chunks stay read-locked in the server for the read TTL (`read_ttl_seconds`, 300 s). The server cannot evict the chunks.
 
 Cause: vLLM asks the connector for every request and drops the answer for a request with `skip_reading_prefix_cache`

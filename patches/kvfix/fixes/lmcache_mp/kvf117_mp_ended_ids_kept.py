@@ -4,7 +4,7 @@ Symptom: The memory of each worker grows by 100 to 150 bytes per request. If a c
 id again, vLLM never frees the blocks of the second request, and the KV cache fills up.
 
 Cause: The adapter keeps all ids that were reported as done (`_returned_finished`, vllm_multi_process_adapter.py
-0.5.6:2034). With asynchronous scheduling two steps may ask about one id, but the adapter must report the id once.
+0.5.6:2034). With asynchronous scheduling two steps may ask about one id, but the adapter must report an id only once.
 
 Fix: The fix keeps only the last 33 to 66 ids. If more requests end in one step, the fix keeps all ids of this step.
 - Releases: LMCache 0.4.3 to 0.5.6, with its own connector and with vLLM's copy.

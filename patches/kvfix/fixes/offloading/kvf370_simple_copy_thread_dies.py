@@ -1,8 +1,8 @@
 """Every load waits for ever after one failed copy: the copy thread of SimpleCPUOffloadConnector ends.
 
 Symptom: The worker prints `Exception in thread` once, with `batch memcpy failed: err=`. With `kv_offload_backend`
-"disk" the worker prints an `OSError`, such as `No space left on device` (the cache file is sparse, so the disk may
-become full after the start). Then requests that hit the CPU memory stay in WAITING_FOR_REMOTE_KVS, and blocks that were
+"disk" the worker prints an `OSError`, such as `No space left on device`. (The cache file is sparse, so the disk may
+become full after the start.) Then requests that hit the CPU memory stay in WAITING_FOR_REMOTE_KVS, and blocks that were
 to be stored never become free. The engine gets slower, and stops.
 
 Cause: The loop of the copy thread catches no exception (copy_backend.py 0.32.0:127, disk_backend.py:249, :283). The
@@ -25,7 +25,7 @@ from kvfix.fixes.api import GO_ON, Any, Fix, Steps, View, engine_log, fix_after,
 #: Names of attributes. _REQUESTS: the worker's set of requests with a failed load. _STORES: the failed stores, in the
 #: worker's report and in the scheduler.
 _REQUESTS, _STORES = "_kvfix_failed_requests", "_kvfix_failed_stores"
-#: The metadata has this attribute only if the scheduler has its part of the fix.
+#: The scheduler's part of the fix sets this attribute of the metadata. Workers then report failed copies.
 _TOLD = "_kvfix_knows_failed_copies"
 
 tells_worker = _offloading.tells_worker(_TOLD)
@@ -50,7 +50,7 @@ class _Noting:
 class _Events(list[Any]):
     """The worker's list of copies. An entry is (number of the copy, event). failed: numbers of the failed copies."""
 
-    told = False  # True if the scheduler has its part of the fix. Only then may the worker report a failed copy
+    told = False  # True if the scheduler's part of the fix is active. If False, the worker reports no failed copy
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ def _process_store_event(scheduler: Any, event: int) -> Steps:
 
 
 FIX = Fix(
-    # 0.26.0 has the bug too, but its workers cannot name failed loads, and its functions differ from those of 0.32.
+    # 0.26.0 has the bug too, but its workers cannot name failed loads, and its functions differ from 0.32's functions.
     api.SIMPLE_COPIES._copy_loop(broken=">=0.32", fix=_survives(4, 4, _noting_gpu), helper=True),
     api.SIMPLE_DISK._store_loop(broken=">=0.32", fix=_survives(3, 2, partial(_noting_disk, "_store_queue"))),
     api.SIMPLE_DISK._load_loop(broken=">=0.32", fix=_survives(3, 2, partial(_noting_disk, "_load_queue"))),

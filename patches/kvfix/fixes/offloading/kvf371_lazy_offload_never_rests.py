@@ -3,12 +3,12 @@
 Symptom: Nothing is logged. When the KV of past prompts needs more memory than `cpu_bytes_to_use`, an idle EngineCore
 uses a whole CPU core, and the GPU copies blocks. `vllm:simple_kv_offload_pending_store_blocks` never reaches 0.
 
-Cause: In each step `lazy_offload` stores cached blocks from the GPU's free list, if the CPU memory lacks them
+Cause: In each step `lazy_offload` stores cached blocks from the GPU's free list, if the CPU memory lacks the blocks
 (manager.py 0.32.0:586-640). A stored block goes to the end of the free list. If the free list has more blocks than
-the CPU memory, the CPU memory evicts the stored block early. `lazy_offload` then reaches and stores the block again.
+the CPU memory, the block leaves the CPU memory before `lazy_offload` reaches it again. Then it is stored once more.
 While a store is in flight, EngineCore runs more steps (`has_pending_push_work`). Each step starts another store.
 
-Fix: After the last step that computes something, the fix stores no more blocks than the CPU memory holds.
+Fix: After the last step that computes something, the fix stores only as many blocks as fit into the CPU memory.
 - Remove when: `_prepare_lazy_store_specs` stores a block only once after each use of the block.
 """
 

@@ -8,12 +8,12 @@ vLLM subtracts the length of the request's block list. The result is the number 
 need (`get_num_blocks_to_allocate`, v1/core/single_type_kv_cache_manager.py 0.32.0:215-253). The list includes the null
 blocks in front of the window, even the null blocks of a hit. For a hit longer than the limit, the result is 0.
 
-vLLM admits a new load if it fits into the blocks that are free and not reserved for the loads in flight (scheduler.py
+vLLM admits a new load if the load fits into the blocks that are free and not reserved for loads in flight (scheduler.py
 0.32.0:1249). A loaded request holds its blocks until it runs. Each loaded request may then need more blocks than are
 free, while other loaded requests hold the missing blocks.
 
-Fix: The fix calls the function without the limit, and then limits the answer to `max_admission_blocks_per_request`
-minus the blocks that the request has in use. The fix wraps only the two managers that recycle blocks. With 256
+Fix: The fix calls the function without the limit. Then the fix limits the answer to `max_admission_blocks_per_request`
+minus the number of the request's blocks in use. The fix wraps only the two managers that recycle blocks. With 256
 requests, a wrapper in their base class would take a twelfth of the scheduler's time.
 - Releases: vLLM 0.20.2 to 0.33.0. Before 0.26, vLLM uses the limit only to check that a whole request fits.
 - Upstream: None known. For the reason of the limit, see https://github.com/vllm-project/vllm/issues/39734.
@@ -72,7 +72,7 @@ def _place(function: Callable[..., Any]) -> int:
 
 
 def _in_use(manager: Any, request: str, hit: Any, computed: int) -> int:
-    """Count the request's blocks after the last null block. If no block is null, add the hit's window blocks in use."""
+    """Count the request's blocks after the last null block. If no block is null, add the hit's used window blocks."""
     held, skipped = 0, manager.get_num_skipped_tokens(computed) // manager.block_size
     for block in reversed(manager.req_to_blocks.get(request, ())):
         if block.is_null:

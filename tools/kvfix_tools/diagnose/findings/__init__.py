@@ -1,4 +1,4 @@
-"""Functions that decide if a log shows a problem of knowledge/rules.toml, from the numbers in the log's lines.
+"""Functions that decide, from the numbers in log lines, if a log shows a problem of knowledge/rules.toml.
 
 For example, `@finding def waits_for_load(log, line)` decides if the log shows the problem `[waits-for-load]`. The
 problem's key `on` lists the kinds of lines and exceptions for which kvfix calls the function. In `on`, "" is the end of
@@ -62,7 +62,7 @@ def finding(decides: Decides) -> Decides:
 
 
 def decides(*records: str) -> Callable[[Callable[..., Answers]], Callable[..., Answers]]:
-    """Register a function for these problems of rules.toml. The function yields pairs (name of the problem, answer)."""
+    """Register a function for the problems `records` of rules.toml. The function yields (name of a problem, answer)."""
 
     def register(answers: Callable[..., Answers]) -> Callable[..., Answers]:
         FUNCTIONS.update({record: partial(_answer_of, record, answers) for record in records})
@@ -76,7 +76,7 @@ def _answer_of(record: str, answers: Callable[..., Answers], log: Any, line: Any
 
 
 def note(*on: str) -> Callable[[Keeps], Keeps]:
-    """Register a function that stores facts from these kinds of lines in `log.state`, for use by other functions."""
+    """Register a function that stores facts of lines (kinds: `on`) in `log.state`. Other functions use the facts."""
 
     def register(keep: Keeps) -> Keeps:
         for kind in on:
@@ -95,6 +95,6 @@ def functions() -> dict[str, Callable[..., Answer | None]]:
 
 
 def notes() -> dict[str, list[Keeps]]:
-    """Return, for each kind of line, the functions that `note` registered. kvfix calls `note` functions first."""
+    """Return {kind of line: functions that `note` registered}. kvfix calls them before the functions in FUNCTIONS."""
     functions()
     return _NOTES

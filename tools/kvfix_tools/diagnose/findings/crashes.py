@@ -11,7 +11,7 @@ _ABORTS = ("self._process_aborts_queue()", "self.abort_requests(", "self._connec
 
 
 def _asserts(line: LogLine, source: str, function: str = "") -> bool:
-    """Return True for an AssertionError without text at a line with `source`, if `function` is in the last 3 frames."""
+    """Return True for an AssertionError without text at a code line with `source`. function: in the last 3 frames."""
     fields = line.fields
     if fields["type"] != "AssertionError" or fields["text"]:
         return False
@@ -20,7 +20,7 @@ def _asserts(line: LogLine, source: str, function: str = "") -> bool:
 
 
 def _capped(log: Diagnosis, line: LogLine) -> bool | None:
-    """Return True if the cap on a load explains the mismatch, False if another cause does, or None if unknown."""
+    """Return True if max_tokens_per_load explains the mismatch, False if another cause does, or None if unknown."""
     fields = line.fields
     if fields["granted"] != fields["hit"]:
         return True
