@@ -81,7 +81,7 @@ def test_a_thread_that_waits_for_a_lock_of_python_is_left_alone() -> None:
 
 
 def test_a_file_is_read_once_for_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same library of 20 MB has a different path for each process (`/proc/PID/root/...`), but is one file."""
+    """Each process has its own path to a library of 20 MB (`/proc/PID/root/...`). All paths lead to one file."""
     contents = []
     exported = other_process._exported
     monkeypatch.setattr(other_process, "_SYMBOLS", {})
@@ -104,7 +104,7 @@ def test_a_hundred_in_a_row_take_one_page(monkeypatch: pytest.MonkeyPatch) -> No
         maps = Path(f"/proc/{process.pid}/maps").read_text()
     assert counted == sorted(counted)
     assert counted[-1] > counted[0]  # the program's loop ran between the calls
-    assert maps.count("6b76000") == 2  # the start address and the end address of a page begin with these digits
+    assert maps.count("6b76000") == 2  # start address and end address of the page that kvfix maps
     assert len(read) == 1
 
 
@@ -129,7 +129,7 @@ def test_an_error_of_the_code_is_an_answer_and_its_names_are_gone() -> None:
 
 
 def test_a_thread_in_c_is_silent_and_has_one_call_in_its_queue() -> None:
-    """A call that timed out does not run later. The next call gets an answer."""
+    """The process never runs the code of a call that timed out. The next call gets an answer."""
     with target("c") as process:
         for _ in range(3):
             with pytest.raises(inject.Silent, match=r"ran no Python bytecode in 0\.2 s"):
@@ -142,7 +142,7 @@ def test_a_thread_in_c_is_silent_and_has_one_call_in_its_queue() -> None:
 
 
 def test_an_exception_of_a_signal_handler_reaches_the_program() -> None:
-    """vLLM's signal handler (up to 0.11) may raise SystemExit in injected code. kvfix raises this SystemExit again."""
+    """Up to 0.11, vLLM's signal handler may raise SystemExit in injected code. kvfix then raises it in the program."""
     code = "import signal; signal.raise_signal(signal.SIGINT)\nfor _ in range(10): pass"
     with target("sleeps") as process:
         assert inject.run(process.pid, code, seconds=60) == "failed: KeyboardInterrupt: "

@@ -29,7 +29,7 @@ def test_the_docstring_is_complete(found: Fix) -> None:
     assert all(found.section(name) for name in found.sections)
     assert found.title.endswith(".")
     assert "http" in found.section("Upstream") or "None known" in found.section("Upstream")
-    for dist in found.dists:  # `Releases` must name the newest release whose fingerprint is one with the bug
+    for dist in found.dists:  # `Releases` must name the newest known release with the bug
         assert max(fix_overview.wrong_releases(found, dist), key=Version, default="") in found.section("Releases")
         assert "\n- Remove when: " in (found.docstring or "") or fix_overview.first_right(found, dist)
 
@@ -63,7 +63,7 @@ def test_a_wrapper_that_fails_changes_nothing(found: Fix, caplog: Any) -> None:
 UNFIT = ("KVF007", "KVF011", "KVF014", "KVF017", "KVF019", "KVF026", "KVF030", "KVF033", "KVF034")
 KNOWN = fingerprints()
 PLAYED = [name for name in KNOWN["lmcache"]["releases"] if Version(name) >= Version("0.3.10")]
-#: The probe may show the bug although one of these fixes is applied, because the fix changes another function. KVF330
+#: Even if one of these fixes is applied, its probe may show the bug, because the fix changes another function. KVF330
 #: acts only if the worker has the attribute `_TOLD`, and the probe's worker does not have this attribute.
 BLIND = [
     "KVF029", "KVF037", "KVF038", "KVF106", "KVF112", "KVF117", "KVF201", "KVF220", "KVF221", "KVF330", "KVF367",

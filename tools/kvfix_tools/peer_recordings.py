@@ -1,8 +1,8 @@
-"""Combine the recordings of several engines: find each request that reads blocks which another engine keeps for it.
+"""Combine the recordings of several engines, and find the requests that read blocks of another engine.
 
 The `kv_transfer_params` of a decode request name the engine and the request whose blocks the decode request reads. The
 event ReadsFrom records the two names. Two facts order the events of two engines whose clocks differ. First, a lease
-begins before the router forwards the parameters. Second, a decode request arrives before its release message is sent.
+begins before the router forwards the parameters. Second, decode sends a release message after its request has arrived.
 """
 
 import functools
@@ -18,7 +18,7 @@ from kvfix.ledger import events as ev
 from kvfix_tools.engine_recordings import Clock, Engine, Part
 from kvfix_tools.ledger import LeaseRead, NotReturned
 
-#: vLLM's request id is cmpl-ID-0 or chatcmpl-ID with a random suffix. ID is the router's X-Request-Id.
+#: vLLM's request id is cmpl-ID-0 or chatcmpl-ID, followed by a random suffix. ID is the router's X-Request-Id.
 _OF_CLIENT = re.compile(r"(?:chat)?cmpl-(.+?)(?:-\d+)?(?:-[0-9a-f]{8})?$")
 #: Maximum nanoseconds between sending a release message and its arrival in an engine that runs steps.
 NOTICE = 1_000_000_000
@@ -34,19 +34,19 @@ class Link(NamedTuple):
 
 
 class Reader(NamedTuple):
-    """A request that reads kept blocks. All fields are from the recording of the reader's own engine."""
+    """A request that reads blocks of another engine. All fields are from the recording of the reader's own engine."""
 
     request: str
     loaded: bool
     failed: bool  # the load failed, or the request ended before the push. In both cases vLLM sends no release message
-    #: Latest possible end of the load, or of a request without a load, in ns of the keeping engine's clock. None if
-    #: this end is not recorded, or if the clock difference has no known lower bound.
+    #: The latest time at which the load, or a request without a load, may have ended, by the keeping engine's clock in
+    #: ns. None if the reader's recording has no end, or if the clock difference has no known lower bound.
     done: int | None
     pushed: bool  # True: prefill writes the blocks (push)
 
 
 class RouterLog:
-    """The log of a router. kvfix reports only its line numbers, because the log may hold prompts."""
+    """The log of a router. kvfix reports line numbers but no text of the log, because the log may hold prompts."""
 
     def __init__(self, path: Path) -> None:
         self._name = path.name
@@ -132,7 +132,7 @@ class Peers:
         return Reader(link.reader, bool(loaded), failed, at, pushed)
 
     def history(self, links: Sequence[Link]) -> list[tuple[str, Entry]]:
-        """Return the entries of a kept request and its readers, with `mono` converted to the keeping engine's clock."""
+        """Return the entries of a prefill request and its readers. `mono` is by the clock of the prefill engine."""
         found = [(links[0].keeps, *each) for each in links[0].keeps.history(links[0].kept)]
         for link in links:
             ahead = self.clock(link.reads, link.keeps).ahead
@@ -167,7 +167,7 @@ class Peers:
 
 
 def _with_readers(engine: Engine, kept: str, readers: Sequence[Reader]) -> Iterator[ev.Event]:
-    """Yield a kept request's events, its lease's end and its reads. If a release is missing, yield the reads first."""
+    """Yield a request's events, its lease's end, and its reads. Without a release message, reads precede the end."""
     ended, expired = _end(engine.history(kept))
     events = [entry.event for entry in _of_scheduler(engine, kept)]
     leased = any(isinstance(event, ev.Leased) for event in events)

@@ -48,7 +48,7 @@ def _check_size(name: str, size: int) -> None:
 
 
 def read_all(path: Path) -> list[Recording]:
-    """Read one file, or all recordings in a bundle without unpacking the bundle. Raise the same errors as `read`."""
+    """Read a recorder file, or all recorder files of a bundle without unpacking it. Raise the same errors as `read`."""
     found = []
     try:
         if not tarfile.is_tarfile(path):

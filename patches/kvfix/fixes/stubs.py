@@ -1,7 +1,8 @@
-"""Stubs for behaviour probes: LMCache's in-process adapter and lookup client, a request, a step.
+"""Stubs for probes: LMCache's in-process adapter and lookup client, a request, a step.
 
-A stub has only the attributes that the probed functions read. In most functions below, `more` adds or replaces
-attributes. This module imports nothing that the engine has not imported, because a probe runs in a production engine.
+A probe calls an installed function to find out whether the function has a bug. A stub has only the attributes that the
+function reads. In most functions below, `more` adds or replaces attributes. This module imports nothing that the engine
+has not imported, because a probe runs in a production engine.
 """
 
 import threading

@@ -263,7 +263,7 @@ _SIDES = {
 
 
 def side(connector: str, config: dict[str, Any]) -> Side | None:
-    """Return the stand-in for a connector (name in vLLM or the lab), or None if the lab runs the connector itself."""
+    """Return the stand-in, or None if the lab runs the connector itself. connector: its name in vLLM or in the lab."""
     if connector == "MultiConnector":
         names = [str(child.get("kv_connector")) for child in config.get("connectors", ())]
         lmcache = [_SIDES[name] for name in names if name.startswith("LMCache") and name in _SIDES]

@@ -79,7 +79,7 @@ class Verdict(NamedTuple):
 
 
 class Run:
-    """The test of one connector, and the result. The caller applies kvfix's fixes. cannot: why the test cannot run."""
+    """The test of one connector, and the result. The caller chooses kvfix's fixes. cannot: why the test cannot run."""
 
     def __init__(self, subject: "Subject", shrinking: float = _SHRINK_ALL) -> None:
         self.subject = subject

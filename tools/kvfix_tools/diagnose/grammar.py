@@ -106,7 +106,7 @@ def containing(text: bytes) -> list[Message]:
 #: A part of the prefix `[2026-11-21 01:41:27,007] LMCache INFO: ` of each line that LMCache 0.3.0 to 0.5.6 logs.
 FRAME = b"] LMCache "
 NEEDLES = tuple(needle.encode() for needle in TABLES.needles)
-#: Finds NEEDLES in a line without FRAME. LeftmostFirst is fast, because it compares many bytes at once.
+#: Finds NEEDLES in a line without FRAME. LeftmostFirst compares many bytes at once, so the search is fast.
 in_line = BytesAhoCorasick(
     NEEDLES, matchkind=MatchKind.LeftmostFirst, implementation=Implementation.DFA
 ).find_matches_as_indexes

@@ -177,7 +177,7 @@ def whole_statement(body: bytes) -> str | None:
 
 @lru_cache(maxsize=1)
 def _statements() -> list[tuple[str, str, re.Pattern[str]]]:
-    """Return the kind of line, the longest part without a value, and the pattern of each logging statement."""
+    """For each logging statement, return the kind of line, the longest part without a value, and the pattern."""
     read = {message.name for message in grammar.MESSAGES if message.source in ("lmcache", "vllm")}
     templates = [
         (row.message, sample(row.template, _VALUE)) for rows in known().values() for row in rows if row.message in read

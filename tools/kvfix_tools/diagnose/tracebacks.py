@@ -18,7 +18,7 @@ Frame = tuple[str, int, str]
 _FRAME = re.compile(rb'File "(?P<file>[^"\n]{1,400})", (?:line )?(?P<line>\d{1,9}),? in (?P<function>[^\s(]+)')
 #: The last line of a traceback names an exception of any class, such as `zmq.error.Again: ...` or `StopIteration`.
 _EXCEPTION = re.compile(rb"(?P<type>[A-Za-z_][\w.]*[A-Za-z_0-9])(?:: ?(?P<text>.*))?$")
-#: Finds an exception in a line outside a traceback, from a class name that is usual for exceptions.
+#: Finds an exception in a line outside a traceback, by a class name that is usual for exceptions.
 _BY_NAME = re.compile(
     rb"(?:^|\] |\) |\s\s|: |with exception )(?P<type>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*"
     rb"(?:Error|Exception|Interrupt|Exit|Timeout|Empty|Full|StopIteration))"
@@ -112,7 +112,7 @@ class Tracebacks:
         self._groups: dict[str, tuple[Fields, bool]] = {}
 
     def take(self, process: str, part: Part) -> tuple[bool, Fields | None]:
-        """Return True if the line is part of a traceback, and the exception whose traceback has ended (or None)."""
+        """Return (True if the line is part of a traceback, exception whose traceback has ended or None)."""
         known = self.open.get(process)
         if known is None and not part.sure:
             return False, None
@@ -223,7 +223,7 @@ class Stacks:
         self._frames: list[Frame] = []
 
     def take(self, text: bytes) -> tuple[bool, Fields | None]:
-        """Return True if the line is part of a dump, and the thread whose stack has ended (or None)."""
+        """Return (True if the line is part of a dump, thread whose stack has ended or None)."""
         thread, process = _THREAD.match(text), _STACK_PROCESS.match(text)
         if thread is None and process is None:
             frame = _STACK_FRAME.match(text) if self.open is not None else None

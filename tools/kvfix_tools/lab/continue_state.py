@@ -43,7 +43,7 @@ class Outcome(NamedTuple):
 
 
 class Continued(NamedTuple):
-    """frees: waiting requests (at most 20) whose abort ends a hang without fixes. differs: see `_Builder`."""
+    """frees: at most 20 waiting requests. Without fixes, aborting any one ends the hang. differs: see `_Builder`."""
 
     schedule: Schedule
     as_released: Outcome

@@ -40,7 +40,7 @@ class Reply(NamedTuple):
     first: float  # seconds until the first token
     prompt_tokens: int  # number of prompt tokens, as the server counts them
     cached: int | None  # tokens from any cache; None unless the server runs with --enable-prompt-tokens-details
-    counted: int | None = None  # tokens from the connector by /metrics; None if not read, or if other clients send too
+    counted: int | None = None  # tokens from the connector, by /metrics. None if unread, or if other clients are active
 
     @property
     def hits(self) -> int | None:

@@ -30,7 +30,7 @@ class Answer(NamedTuple):
 
 
 def has_numbers(answer: Answer) -> bool:
-    """Return False if the model computed NaN, that is, if a generated token has no log probability."""
+    """Return False if a token has no log probability above SMALLEST, because the model then computed NaN."""
     return all(max(each.values(), default=SMALLEST) > SMALLEST for each in answer.logprobs)
 
 

@@ -10,16 +10,16 @@ because each rank's KV depends on all ranks. The other ranks store the wrong KV 
 After the step vLLM computes the tokens again, but the caches of the other ranks keep the wrong chunks. KVF007 fixes
 only the rank whose load failed.
 
-Fix: With several workers, the fix delays the saves of a step that loads KV, and of the next steps in flight. The fix
-makes the delayed saves when vLLM has the load reports of all ranks, and has rolled back or ended the failed requests.
-If a request ends or is preempted before its delayed save, the fix drops the save, because the blocks may be reused.
+Fix: With several workers, the fix delays the saves of a step that loads KV, and of steps that start before vLLM has the
+output of this step. By then vLLM has all ranks' load reports, and has rolled back or ended the failed requests. The fix
+then makes the delayed saves, except saves of ended or preempted requests, because vLLM may have reused their blocks.
 
 The worker of a kv_producer stores every request that has metadata (:1152). So the fix marks the metadata of a request
 whose save is delayed, and the worker skips this request. If a request names a decoder (`disagg_spec`), the store is the
 transfer to the decoder. This store cannot wait, because the request ends with the step. So the decoder may still get
 wrong KV. With `kv_load_failure_policy=fail` (default), prefill ends the request. Do not set `recompute` for prefill.
 - Releases: LMCache 0.3.9 to 0.5.6. In 0.3.9 the fix has no effect, because 0.3.9 does not know which blocks failed.
-- Remove when: The ranks agree which loads have failed before they save a step.
+- Remove when: Before a rank saves the KV of a step, all ranks agree which loads have failed.
 """
 
 import copy
@@ -57,7 +57,7 @@ class Unsaved:
     def put_off(self, meta: Any) -> None:
         """Delay this save to a later step."""
         setattr(meta, _STORE_NOTHING, True)
-        if not meta.save_spec.can_save:  # only a kv_producer would store now. The next save has the tokens
+        if not meta.save_spec.can_save:  # without the mark, only a kv_producer stores now. The next save has the tokens
             return
         later = copy.copy(meta)
         delattr(later, _STORE_NOTHING)

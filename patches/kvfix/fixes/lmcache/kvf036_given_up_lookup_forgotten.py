@@ -6,14 +6,14 @@ tokens so vllm can recompute`, and the request is preempted later. With several 
 
 Cause: vLLM computes a request whose lookup timed out. When the request gets its blocks, `update_state_after_alloc`
 deletes the lookup from the client (lmcache_async_lookup_client.py 0.5.6:251), although the lookup is still in flight.
-If vLLM preempts the request, LMCache starts a second lookup with this id, and cannot tell the lookups' replies apart.
+If vLLM preempts the request, LMCache starts a second lookup with the same id.
 
-The client counts replies by id only. With replies to both lookups, the count is complete too early, and the client
-sends a third lookup. The client may then count late replies to the second lookup for the third, and the load begins
-early. A worker that has not fetched its chunks dies. If no worker dies, the chunks of the third lookup leak.
+The client counts replies by id only. Replies to both lookups complete the count too early, and the client sends a third
+lookup. The client may then count late replies to the second lookup as replies to the third, and the load begins early.
+A worker that has not fetched its chunks dies. If no worker dies, the chunks of the third lookup leak.
 
-Fix: The client keeps a timed-out lookup until LMCache cleans up the lookup. Another fix, KVF011,
-returns 0 tokens for this lookup, and the client sends no second lookup.
+Fix: The client keeps a timed-out lookup until LMCache cleans up the lookup. Another fix, KVF011, returns 0 tokens for
+this lookup, and the client sends no second lookup.
 - Releases: LMCache 0.3.10 to 0.5.6, with `enable_async_loading`.
 - Remove when: `clear_lookup_status` does not delete a lookup in `aborted_lookups`, or each lookup has an id of its own.
 """

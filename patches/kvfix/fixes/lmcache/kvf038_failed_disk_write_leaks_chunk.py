@@ -8,8 +8,8 @@ Cause: After `write_file`, `async_save_bytes_to_disk` releases the memory, marks
 use. The task stays registered, so LMCache skips every later store of the chunk (0.5.6:381). A part of the file stays on
 the disk, and the chunk's size still counts against `max_local_disk_size`. No code reads the exception (0.5.6:428).
 
-Fix: After a failed write the fix logs the error, frees the memory, ends the task, deletes the file and subtracts the
-chunk's size. LMCache can then store the chunk again. With `use_odirect`, a file descriptor still leaks.
+Fix: After a failed write the fix logs the error, frees the memory, ends the task and deletes the file. The size of the
+chunk no longer counts. LMCache can then store the chunk again. With `use_odirect`, a file descriptor still leaks.
 - Remove when: `async_save_bytes_to_disk` handles an error of `write_file`.
 """
 

@@ -1,7 +1,7 @@
 """The chunks right after a prompt's hit are never stored: each lookup of a waiting request adds the hit again.
 
-Symptom: No error is logged. The external hit of a prompt always ends at the same token, although the prompt is used
-again. The chunks right after this token are never stored, but later chunks are. The bug occurs if a request waits for
+Symptom: No error is logged. Whenever the same prompt is used again, its external hit ends at the same token as before.
+The chunks right after this token are never stored, but later chunks are. The bug occurs if a request waits for
 blocks. Also, if LMCache has no hit but vLLM has a prefix hit, the stores of the prompt end too early.
 
 Cause: vLLM calls `get_num_new_matched_tokens` in every step in which the request waits. Each call adds the hit to

@@ -1,7 +1,7 @@
 """Chunks stay locked until a timeout: LMCache releases the locks of a request with a `cache_salt` under another key.
 
-Symptom: vLLM logs nothing. With `cache_salt`, chunks that vLLM already holds stay read-locked in the server for the
-read TTL (`read_ttl_seconds`, 300 s), and the server cannot evict these chunks. Other requests may lose their locks.
+Symptom: vLLM logs nothing. With `cache_salt`, the server keeps read locks on chunks that vLLM already has. Until the
+read TTL (`read_ttl_seconds`, 300 s) ends, the server cannot evict these chunks. Other requests may lose their locks.
 
 Cause: `update_state_after_alloc` releases the locks of chunks that need no load, but does not pass the salt
 (lmcache_mp_connector.py 0.5.0:1013). The salt is part of the key.

@@ -78,7 +78,7 @@ def _unhealthy(module: Any, **more: Any) -> Any:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Start a load that gets no answer. With the bug, the worker reports the load."""
+    """Start a load that gets no answer. With the bug, the worker reports that the load has ended."""
     future = stubs.Stub(query=lambda: False)
     adapter = _unhealthy(module, lazy_offload=True, retrieve_futures={stubs.NAME: (future, [3, 4])})
     _, loads = _mp.get_finished(hook, adapter)

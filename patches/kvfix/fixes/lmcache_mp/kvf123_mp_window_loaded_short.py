@@ -1,7 +1,7 @@
 """Wrong text with a sliding window and several MTP modules: vLLM caches a block that LMCache did not load.
 
-Symptom: Prompts that hit vLLM's own prefix cache silently return wrong text. The model has layers of full attention and
-of sliding windows, and speculative decoding with more than two modules (`num_speculative_tokens` above 2 with MTP).
+Symptom: Prompts that hit vLLM's own prefix cache silently return wrong text. The bug needs full-attention layers,
+sliding-window layers, and speculative decoding with more than two modules (`num_speculative_tokens` above 2 with MTP).
 
 Cause: With several modules, the drafter may compute the last tokens again. So vLLM keeps tokens in front of a window
 (`extra_retained_tokens`, v1/core/single_type_kv_cache_manager.py 0.32.0:1154). After a hit, vLLM has a block for these

@@ -2,8 +2,8 @@
 
 Symptom: The bug needs push mode. The prefill engine has more ranks than the decode engine, and more ranks than the
 model has KV heads. Each heartbeat logs `NIXL transfer failure: handshake_setup_failed` with `AssertionError` in
-`_validate_remote_agent_handshake`. Requests that arrive during a heartbeat's handshake log `push_reg_handshake_failed`,
-and their loads fail. Leases of requests that wait for blocks are not renewed.
+`_validate_remote_agent_handshake`. If a request arrives during a heartbeat's handshake, decode logs
+`push_reg_handshake_failed`, and the request's load fails. Leases of requests that wait for blocks are not renewed.
 
 Cause: In push mode a decode engine reads nothing from its peer, so its registrations need only the peer's agents. But a
 heartbeat starts the complete handshake, which is needed only to read KV (base_worker.py 0.32.0:3192). The handshake

@@ -1,7 +1,7 @@
 """EngineCore dies when OffloadingConnector fails to copy blocks: the worker asserts that every copy succeeds.
 
 Symptom: The worker dies with a bare `AssertionError` at `assert transfer_result.success` in `get_finished` of
-offloading/worker.py, and EngineCore dies with it. vLLM's OffloadingWorker for CPU memory never reports a failed copy.
+offloading/worker.py, and EngineCore dies too. vLLM's OffloadingWorker for CPU memory never reports a failed copy.
 An OffloadingWorker from `spec_module_path`, such as llm-d's for a file system, can report a failed copy.
 
 Cause: `get_finished` asserts that each copy has succeeded: "we currently do not support job failures"

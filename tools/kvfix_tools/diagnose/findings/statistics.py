@@ -52,7 +52,7 @@ def _engine(line: LogLine) -> tuple[str, str]:
 
 
 def _stands(record: str, log: Diagnosis, line: LogLine | None) -> Answer | None:
-    """Return an answer if an engine has computed no token for IDLE intervals, and this finding fits the engine.
+    """Return an answer if an engine has computed no token for IDLE intervals, and the finding `record` fits the engine.
 
     At the end of a log, fewer intervals are enough for a note. An engine without progress logs its statistics only once
     at INFO, and then at DEBUG (loggers.py 0.12.0:194 to 0.32.0:280).
@@ -61,8 +61,7 @@ def _stands(record: str, log: Diagnosis, line: LogLine | None) -> Answer | None:
     if line is not None:
         count, what, _, looks_like = still.get(_engine(line), (0, "", None, ""))
         is_still = looks_like == record and count >= IDLE
-        # Only _QUEUE is certain. With _STEP, one engine step may take all these intervals. With _PREFILL, the KV may
-        # still arrive.
+        # Only _QUEUE is certain. With _STEP, one step may take all these intervals. With _PREFILL, KV may still arrive.
         return Answer(f"{what} for {count} intervals", sure=record == _QUEUE) if is_still else None
     for count, what, last, looks_like in still.values():
         if count < IDLE and looks_like == record and not log.failures.closing:

@@ -92,7 +92,7 @@ def _unexplained(log: Diagnosis) -> LogLine | None:
         found.severity is Severity.HANG for found in causes
     ):
         return None
-    # If the log lacks the exception of the first error, any finding explains the error, except a symptom or a risk.
+    # If the log lacks the exception of the first error, any finding except a symptom or a risk explains the error.
     said = first.name == "logged" or is_cut(first)
     return None if said and any(found.severity is not Severity.RISK for found in causes) else first
 

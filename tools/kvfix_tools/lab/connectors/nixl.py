@@ -59,7 +59,7 @@ def replace(network: Network) -> None:
     worker.ThreadPoolExecutor = lambda **_: network.executor()
     _be_rank()
     worker.get_current_attn_backends = lambda *_: [AnyBlockSize]
-    worker.current_platform.discover_numa_topology = lambda *_: []  # the original binds the process to a core
+    worker.current_platform.discover_numa_topology = lambda *_: []  # vLLM's function binds the process to a core
     if hasattr(worker, "check_nixl_version"):  # since vLLM 0.33
         worker.check_nixl_version = lambda _: None
     module("push_worker").threading = SimpleNamespace(Thread=network.writer, Event=Signal, Lock=threading.Lock)
@@ -76,7 +76,7 @@ class Together:
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._reports: dict[tuple[str, str], list[Any]] = {}
-        #: {request: ranks that are writing its KV to the peer}
+        #: {request: ranks that are writing the request's KV to the peer}
         self.writing: dict[str, set[int]] = {}
 
     def reported(self, what: str, request: str, how: Any) -> list[Any]:

@@ -97,7 +97,7 @@ class RealAgent(Agent):
             self._has_to_be_there(transfer.peer)
 
     def _has_to_be_there(self, peer: str) -> None:
-        """Raise AgentError if the peer has ended, also if NIXL has not noticed the end yet."""
+        """Raise AgentError if the peer has ended, even if NIXL has not noticed the end yet."""
         if not self._reaches(peer):
             self._network.counts["nixl_unaware"] += 1
             raise AgentError(GONE)

@@ -1,7 +1,7 @@
 """LMCache's asynchronous loading in the lab, with LMCache's own lookup client and server. Queues replace the sockets.
 
-With `enable_async_loading`, a worker fetches the chunks and then answers the lookup. Until the answer, the connector
-returns "not known yet". Client and server run only when the lab calls them, so runs of the same steps do not differ.
+With `enable_async_loading`, a worker fetches the chunks and then answers the lookup. Until this answer, vLLM gets
+"not known yet". Client and server run only when the lab calls them, so runs of the same steps do not differ.
 """
 
 import importlib
@@ -50,14 +50,14 @@ class PrefetchingEngine(CacheEngine):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.delay = 0
-        #: How many of the next lookups the worker never answers.
+        #: The worker does not answer the next `lost` lookups.
         self.lost = 0
         self.fetched: dict[str, dict[object, list[int]]] = {}
         self.respond: Callable[[str, int], None] = lambda *_: None
         self.unanswered: set[str] = set()
         self._asked: list[tuple[int, str, list[Any], list[int]]] = []
         events: Any = importlib.import_module("lmcache.v1.event_manager")
-        #: True if a load releases fetched chunks (LMCache up to 0.3.15). Since 0.4.1, `lookup_unpin` does (PR 2559).
+        #: True if a load releases fetched chunks (up to 0.3.15). Since 0.4.1, `lookup_unpin` releases chunks (PR 2559).
         self._load_takes = not hasattr(events.EventManager, "get_event_future")
         # Attributes that LMCacheEngine.lookup_unpin reads. The upstream patch of KVF013 reads `_consumed_prefetches`.
         self.lookup_pins = {}

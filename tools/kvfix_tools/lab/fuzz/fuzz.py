@@ -1,4 +1,4 @@
-"""Play a random schedule on the real scheduler and connector, and shrink it. Reports of kvfix are findings too."""
+"""Play or shrink a random schedule on the real scheduler and connector. Reports of kvfix are findings too."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""`kvfix lab fuzz`: play random schedules until time, steps or seeds run out, in one or several processes."""
+"""`kvfix lab fuzz`: play a random schedule per seed, until time, steps or seeds run out, in one or more processes."""
 
 import math
 import time
@@ -47,7 +47,7 @@ class Tally(msgspec.Struct):
     steps: int = 0
     seeds: int = 0
     seconds: float = 0.0
-    options: dict[str, int] = {}  # {option: number of seeds that were played with it}
+    options: dict[str, int] = {}  # {option: number of seeds that were played with the option}
     counts: dict[str, int] = {}  # see counts.py
     found: dict[str, tuple[int, int, str, str]] = {}  # {signature: (times, first seed, rule, message)}
     violations: list[Any] = []  # filled at the end of the run, the most frequent violation first
@@ -114,8 +114,8 @@ class Run(msgspec.Struct, frozen=True):
     def not_as_released(self, schedule: Schedule, violations: list[Finding]) -> list[Finding]:
         """If only one engine has fixes, return only the violations that do not appear without fixes.
 
-        If the schedule has any violation without fixes, return []. Fixes shift the ends of requests, so a bug may hit
-        another request. Leave out each step once, play the rest without fixes, and omit violations of these plays.
+        If the schedule has any violation without fixes, return []. Without fixes, the same bug may need a slightly
+        different schedule. So leave out each step once, play the rest without fixes, and omit violations that appear.
         """
         if not violations or self.fixes_in == "both" or not self.fixes:
             return violations

@@ -13,7 +13,7 @@ MOONCAKE = partial(Options, connector="mooncake", prefix_caching=False, num_bloc
 pull, push, mooncake = (partial(scenario, options=made()) for made in (PULL, PUSH, MOONCAKE))
 mooncake_0_32 = partial(mooncake, wrong={"vllm": ">=0.32,<0.33"})
 
-#: A registration times out after 5 seconds.
+#: In push mode, a registration of decode times out after 5 seconds.
 SOON = {"push_registration_timeout": 5.0}
 #: Other requests write to the blocks that prefill has freed. Then decode gets blocks for its loads.
 OTHERS_WRITE = (
@@ -209,11 +209,11 @@ SCENARIOS = {
     "nixl-push-second-decode-waits": push(
         [do.ask("r", prompt(64), 2), do.step(3), do.send_again("r")],
         shows="LAB003 WAITING_FOR_REMOTE_KVS",
-        # With a longer timeout, `Pair.run` would call `time_passes`. Then the lab accepts loads of too few tokens.
+        # With a longer timeout, `Pair.run` calls `time_passes`, after which the lab accepts loads of too few tokens.
         options=PUSH(prefix_caching=False, extra={"push_registration_timeout": 0.5}),
     ),
     "nixl-push-thread-loses-notices": push(
-        # Two requests have the id "r". For the second, decode registers more blocks than prefill has for the first.
+        # Two requests have the id "r". Decode registers more blocks for the second "r" than prefill has for the first.
         [do.router_takes(100), do.ask("r", prompt(32)), do.step(3)],
         [do.ask_at_once("r", prompt(200)), do.ask_at_once("s", prompt(200, seed=1))],
         shows="LAB003 WAITING_FOR_REMOTE_KVS",

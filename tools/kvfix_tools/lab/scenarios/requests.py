@@ -151,7 +151,7 @@ SCENARIOS = {
         options=Options(max_num_batched_tokens=129),
     ),
     "resumed-as-new-loses-tokens": scenario(
-        # LMCache has 64 prompt and 32 generated tokens. After 33 generated tokens, LMCache promises 96 and loads 64.
+        # LMCache has 64 prompt tokens and 32 generated tokens. At the resume, LMCache promises 96 tokens and loads 64.
         [do.stored_elsewhere(continued(prompt(64), 32)), do.admit("r", prompt(64), max_tokens=40), do.step(33)],
         [do.preempt("r"), do.reset_prefix_cache()],
         shows="KVR004 tokens 0 to 64 are to be loaded",
@@ -169,10 +169,10 @@ SCENARIOS = {
         options=MP(num_blocks=16, max_num_batched_tokens=256),
     ),
     "loaded-requests-lock-out": scenario(
-        # "low" has 8 of 20 blocks, is loaded and needs one more block, but "running" uses all tokens of each step. "r"
-        # has a higher priority, has loaded 8 of its 16 blocks, and needs 8 more. 4 blocks are free. `schedule` stops at
-        # "r" (scheduler.py 0.32.0:1275-1282). With `scheduler_reserve_full_isl` vLLM would admit "r" only when all 16
-        # blocks are free.
+        # "low" is loaded, has 8 of 20 blocks, and needs one more. "low" waits while "running" uses the whole budget.
+        # "r" has a higher priority, has loaded 8 of 16 blocks, and needs 8 more. 4 blocks are free. `schedule` stops
+        # at "r" (scheduler.py 0.32.0:1275-1282), so "low" waits for ever. With `scheduler_reserve_full_isl` vLLM would
+        # admit "r" only when all 16 blocks are free.
         [do.stored_elsewhere(prompt(128)), do.stored_elsewhere(prompt(128, seed=1))],
         [do.admit("running", prompt(16, seed=2), max_tokens=16), do.step()],
         [do.admit("low", prompt(140), max_tokens=2, priority=1), do.step()],
