@@ -147,8 +147,7 @@ def _engine_report(engine: Engine, each: Judged, peers: Peers) -> str:
 def _report(finding: Finding, history: list[Entry], found: Recording, **more: Any) -> str:
     fixes = catalogue.handling(finding.code, finding.message)
     texts = [f"{fix.code} {fix.slug} may fix it: kvfix explain {fix.code}" for fix in fixes]
-    whose = finding.request or "the engine"
-    return violations.compose(finding, history, whose=whose, fixes=texts, recording=found.path, **more)
+    return violations.compose(finding, history, fixes=texts, recording=found.path, **more)
 
 
 def _summary(engine: Engine, findings: list[Judged], peers: Peers) -> list[str]:

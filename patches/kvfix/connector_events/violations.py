@@ -122,7 +122,6 @@ def _write(watched: "WatchedConnector", hook: str, finding: Finding, fixes: Sequ
         finding,
         [entry for entry in entries if entry.connector == watched.number],
         where=f"{hook} of {watched.name}{f' ({watched.role})' if watched.role else ''}, pid {os.getpid()}",
-        whose=finding.request or "the engine",
         holds=_holds(recorder.scheduler_state(), recorder.kept(watched)),
         fixes=[_fix(row) for row in fixes],
         recording=recording,
@@ -135,7 +134,6 @@ def compose(
     finding: Finding,
     history: list[Entry],
     where: str,
-    whose: str,
     holds: list[str],
     fixes: list[str],
     recording: str,
@@ -143,9 +141,10 @@ def compose(
 ) -> str:
     """Return the report of a finding. who: the process of each history entry, if several processes wrote entries."""
     doc = next((rule.doc for rule in RULES if rule.code == finding.code), "").strip()
+    whose = f"request {finding.request}" if finding.request else "the engine"
     parts = [
         RULE,
-        f"kvfix: {finding.code} {finding.name}: request {whose}",
+        f"kvfix: {finding.code} {finding.name}: {whose}",
         f"  {finding.message}",
         f"  in {where}",
         "",
