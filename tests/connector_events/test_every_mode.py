@@ -13,6 +13,8 @@ from unittest import mock
 import pytest
 
 import kvfix
+from kvfix.connector_events import violations
+from kvfix.ledger import Finding, events
 from kvfix_tools import recording, replay
 from kvfix_tools.lab.scenario import find
 from tests import late
@@ -84,7 +86,6 @@ def bounded(play: Any, folder: Path) -> Any:
     """Exceed the recorder's limits. Return (number of events, last file's size, its last event's number, files)."""
     play("observe", "bounded")
     from kvfix.connector_events import recorder
-    from kvfix.ledger import events
     from kvfix.session import EVENTS, session
 
     for number in range(3 * EVENTS):
@@ -166,6 +167,8 @@ def test_the_report(folder: Path, played: dict[str, Any]) -> None:
     assert text.count("SUMMARY:") == 1
     assert re.search(r"\nScheduler: \d running, \d waiting, \d+ of \d+ blocks free\n", text)
     assert "KVR011 exception-left-hook" in died.read_text()
+    of_no_request = Finding("KVR012", "slow", "violated", "", "", events.Granted("", 0))
+    assert "kvfix: KVR012 slow: the engine\n" in violations.compose(of_no_request, [], "", [], [], "")
 
 
 def test_no_token_is_written(folder: Path, played: dict[str, Any]) -> None:

@@ -169,10 +169,6 @@ FUZZED: list[tuple[str, str, Sequence[int], str, tuple[str, ...]]] = [
 ]
 
 
-#: Number of schedules that a second round repeats. A schedule must play in the same way both times.
-AGAIN = 4
-
-
 def fuzzed(connector: str, plain: bool, mode: str, seeds: list[int], only: str) -> list[Any]:
     """Return [violations, counts] of each schedule in two rounds. only: an option that schedules must have, or ""."""
 
@@ -182,7 +178,7 @@ def fuzzed(connector: str, plain: bool, mode: str, seeds: list[int], only: str) 
 
     run = late.Run(connector, not (plain and connector == "simple-offload"), plain, mode)
     with run.applied():
-        return [played(seeds), played([] if only else seeds[:AGAIN])]
+        return [played(seeds), played([] if only else seeds[:4])]  # a schedule must play twice in the same way
 
 
 #: (arguments of `fuzzed`, counters that must not be 0). A plain schedule has no faults, no windows and one rank.
