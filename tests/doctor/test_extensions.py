@@ -149,7 +149,7 @@ def test_a_torch_that_does_not_import(text: str, what: str, tmp_path: Path) -> N
 def test_what_takes_too_long_is_not_checked(tmp_path: Path) -> None:
     make(tmp_path, {})
     (tmp_path / "torch/__init__.py").write_text("import threading; threading.Event().wait()")
-    assert extensions.attempt([str(tmp_path)], [], [], limit=0.5) == (None, {}, "not done after 0.5 s")
+    assert extensions.attempt([str(tmp_path)], [], [], limit=0.5) == (None, {}, "loading did not finish in 0.5 s")
 
 
 def test_a_gpu_that_torch_cannot_use(tmp_path: Path) -> None:

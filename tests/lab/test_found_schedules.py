@@ -123,7 +123,7 @@ def play_all() -> dict[str, Any]:
 def test_tokens_of_a_step_with_a_load_are_stored_later(way: str, outcomes: dict[str, Any]) -> None:
     one, two = (outcomes["saved"][way][ranks] for ranks in ("1", "2"))
     assert one["found"] == two["found"] == []
-    assert one["chunks"][1] > one["chunks"][0], "with one rank, the step with the load stored nothing"
+    assert one["chunks"][1] > one["chunks"][0], "with one rank, the step that loads KV stored no chunk"
     assert two["chunks"][1] == two["chunks"][0]
     assert two["chunks"][2] == one["chunks"][2] * 2
 

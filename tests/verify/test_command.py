@@ -42,7 +42,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, tuple[str, ...]]] = 
     "only under load": ({**NOISY, "wrong": lambda prompt, hit, together: together > 1}, {}, 1, ("only under load",)),
     "adapters": ({"models": TWO}, {}, 0, ()),
     "adapters share KV": ({"models": TWO, "adapters_share": True}, {}, 1,
-        ("adapter got KV of a prompt that was never sent to it",)),
+        ("adapter got KV of a prompt that kvfix sent only to the tested model",)),
     "an adapter has its base model's context length": ({"models": TWO, "length": 250}, {"model": "adapter"}, 0, ()),
     "fillers empty the cache": (NO_RESET, {}, 0, ("other prompts each time, which use all GPU blocks",)),
     "fillers, and every hit is wrong": ({**NO_RESET, **EVERY_HIT}, {}, 1, ()),
@@ -84,7 +84,7 @@ def test_one_large_difference_that_nothing_repeats(capsys: pytest.CaptureFixture
     engine = Engine(noise=0.01, wrong=lambda prompt, hit, together: len(prompt) == CHUNK + 1 and next(once, False))
     code, text = run(capsys, engine)
     assert code == 77, text
-    assert "fresh prompts did not show this difference. Run again with --requests" in text
+    assert "new prompts of the same kind did not show this difference. Run again with --requests" in text
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -181,7 +181,7 @@ class Left(NamedTuple):
     where: str
 
     def text(self) -> str:
-        return f"ended, and {self.where} still holds it"
+        return f"has ended, but {self.where} still holds the request"
 
 
 class Stuck(NamedTuple):

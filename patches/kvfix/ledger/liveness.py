@@ -61,10 +61,11 @@ def can_move(state: State) -> Answer:
     waiting = [each for each in state.waiting if each.waits_for != OUTSIDE]
     if not waiting:
         return Answer("valid", "no request waits for the engine")
-    for count, what in ((state.running, "running"), (state.in_flight, "in flight"), (state.lookups, "being looked up")):
+    counts = (state.running, state.in_flight, state.lookups)
+    for count, what in zip(counts, ("running requests", "transfers and steps in flight", "open lookups"), strict=True):
         if count:
-            return Answer("valid", f"{count} {what}")
-    if None in (state.running, state.in_flight, state.lookups):
+            return Answer("valid", f"the number of {what} is {count}")
+    if None in counts:
         return Answer("unknown", "the numbers of running requests, transfers and lookups are not known")
     first = next((each for each in waiting if each.waits_for == PLACE), None)
     if first is None:
@@ -77,7 +78,7 @@ def can_move(state: State) -> Answer:
         return Answer("valid", f"{first.name} needs {first.needs} of {state.free} free blocks")
     theirs = sum(each.holds for each in state.waiting if each.waits_for == OUTSIDE)
     if first.needs <= state.free + theirs:
-        return Answer("valid", f"{first.name} needs {first.needs} blocks; requests that wait for clients hold {theirs}")
+        return Answer("valid", f"{first.name} needs {first.needs} blocks, and other requests may free {theirs} blocks")
     behind = [each for each in waiting if each is not first]
     loaded = sum(each.waits_for == PLACE and each.holds > 0 for each in behind)
     others = len(behind) - loaded
@@ -86,8 +87,7 @@ def can_move(state: State) -> Answer:
         both = f"{loaded} loaded and {others} other requests wait"
         waits = both if others else _count(loaded, "is loaded and waits", "are loaded and wait")
     head = f"{waits} behind {first.name}, which needs" if behind else f"{first.name} needs"
-    held = sum(each.holds for each in waiting)
-    holding = f", waiting requests hold {held}" if held else ""
+    holding = f", waiting requests hold {held}" if (held := sum(each.holds for each in waiting)) else ""
     blocks = "1 block" if first.needs == 1 else f"{first.needs} blocks"
     text = f"{head} {blocks}; {state.free} are free{holding}: no request can move"
     return Answer("violated", text, first.name)

@@ -84,7 +84,7 @@ def attempt(places: list[str], libraries: list[Path], modules: list[str], limit:
             crashed = reported.get("signal")
             errors[reported["name"]] = f"crashed with {signal.Signals(crashed).name}" if crashed else reported["error"]
     if late:
-        why = f"not done after {limit:g} s"
+        why = f"loading did not finish in {limit:g} s"
     elif torch is None and not why:
         end = f"crashed with {signal.Signals(-code).name}" if code < 0 else f"ended the process ({code})"
         why = f"import torch {end}"

@@ -110,7 +110,7 @@ def redis_refuses(host: str, port: int) -> str:
             role = connection.recv(4096)
     except OSError:
         return ""
-    return "READONLY: it is a replica" if b"role:slave" in role and b"slave_read_only:0" not in role else ""
+    return "READONLY: the server is a replica" if b"role:slave" in role and b"slave_read_only:0" not in role else ""
 
 
 def gib(size: float) -> str:

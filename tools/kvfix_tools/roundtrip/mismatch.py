@@ -19,7 +19,7 @@ NAMED = {
     "word": "shifted in its row",
 }
 CLASSES = (
-    "source changed", "guard band written", "bystander written", "not written", *NAMED.values(), "overwritten",
+    "source changed", "guard band written", "other slot written", "not written", *NAMED.values(), "overwritten",
     "misplaced", "bit flip", "shifted by bytes", "unknown",
 )  # fmt: skip
 _POISONS = {POISON: "poison", HOST_POISON: "host poison", GUARD: "guard band"}
@@ -70,7 +70,7 @@ def classify(region: Region, wrong: WrongWords, source: bool) -> torch.Tensor:
         name(kind, alone & differ[field])
     name("overwritten", alone & (held.generation > expected.generation))
     name("not written", known & _poisoned(held))
-    name("bystander written", _poisoned(expected))
+    name("other slot written", _poisoned(expected))
     if wrong.guard:
         name("guard band written", slice(None))
     if source:

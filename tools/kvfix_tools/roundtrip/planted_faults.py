@@ -16,7 +16,7 @@ FAULTS = {
     "bitflip": "bit flip",
     "drop-tail": "not written",
     "wrong-layer": "wrong layer",
-    "neighbour-write": "bystander written",
+    "neighbour-write": "other slot written",
     "missing-event": "",  # any class: races.py leaves out the events, and the class depends on the race
 }
 

@@ -52,7 +52,7 @@ class Race(CellCheck):
     def __init__(self, cell: Cell, device: torch.device, events: bool, result: Result | None) -> None:
         super().__init__(cell, device, result)
         self.events, self.streams = events, list[Any]()
-        self.result.operations = "streams" if device.type == "cuda" else "streams by a stand-in: deferred, in order"
+        self.result.operations = "streams" if device.type == "cuda" else "queues in place of CUDA streams"
         self.copy = self.transfer()
         self.prepare(self.copy)
         self.cache.fill(everywhere(STALE))
@@ -123,7 +123,7 @@ class ConnectorRace(Race):
         if self.device.type == "cuda" and not self.events:
             raise Refused("on a GPU, LMCache's events cannot be left out")
         connector = lmcache.Connector(self.cell.backend.partition("-")[2], self, buffer=False)
-        self.result.operations = f"{connector.operations.partition(',')[0]}, its {self.result.operations}"
+        self.result.operations = f"{connector.operations.partition(',')[0]}, with {self.result.operations}"
         return connector
 
     @contextlib.contextmanager

@@ -129,7 +129,7 @@ class RunReport:
         here = [one for one in self.results if one.operations and one.cell.backend != "torch" and not of_engine(one)]
         lines += [f"kvfix's fixes: {', '.join(self.fixes) or 'none'}"] if here else []
         if rates(self.results):
-            lines.append("Rates are medians of all cases: GB/s, and percent of the rate of a plain copy of equal size.")
+            lines.append("Rates are medians of all cases, in GB/s. 100 % is the rate of a plain copy of the same size.")
         lines += [f"{backend}: not tested: {why}" for backend, why in self.skipped.items()]
         backends = dict.fromkeys(result.cell.backend for result in self.results)
         for table in (*map(self._table, backends), *map(self.speed, self.speeds)):

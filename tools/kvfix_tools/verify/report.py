@@ -127,8 +127,8 @@ def why_not(outcome: Outcome) -> str:
     far = [case for mode in MODES for case in outcome.above(mode) if case.cached[mode].size > FAR * judge.noise]
     if far and not judge.is_exact:
         return (
-            f"{len(far)} answers differ by more than {FAR:g} times the noise, but fresh prompts did not show this"
-            f" difference. Run again with --requests {4 * len(outcome.cases)}"
+            f"{len(far)} answers differ by more than {FAR:g} times the noise, but new prompts of the"
+            f" same kind did not show this difference. Run again with --requests {4 * len(outcome.cases)}"
         )
     return ""
 
@@ -248,7 +248,7 @@ def _example(outcome: Outcome) -> list[str]:
         ]
     if outcome.shared_with:
         text += [
-            f"{outcome.shared_with} got KV of a prompt that was never sent to it: adapters share KV.",
+            f"{outcome.shared_with} got KV of a prompt that kvfix sent only to the tested model: adapters share KV.",
             "  LMCache: kvfix run --plus KVF017 -- CMD (in process), or --plus KVF111 (server).",
         ]
     return text

@@ -101,7 +101,7 @@ def figures(report: RunReport) -> str:
     parts += [f"{name} was not tested: {why}" for name, why in report.skipped.items()]
     for backend in dict.fromkeys(one.cell.backend for one in report.results if report.options.inject is None):
         mine = [one for one in report.results if one.cell.backend == backend]
-        parts.append(f"{backend} by {operations(mine) or mine[0].reason} {rates(mine)}".rstrip())
+        parts.append(f"{backend} ({operations(mine) or mine[0].reason}) {rates(mine)}".rstrip())
     return "; ".join([*parts, *(line for one in report.speeds for line in report.speed(one))])
 
 

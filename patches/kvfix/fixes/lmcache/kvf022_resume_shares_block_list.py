@@ -34,7 +34,7 @@ def fix(impl: Any, answer: Any, scheduler_output: Any) -> None:
     for name in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
         tracker = impl._request_trackers.get(name)
         if tracker is not None:
-            note(__name__, f"request {name} is resumed")
+            note(__name__, f"request {name}: LMCache gets its own copy of the block list")
             tracker.allocated_block_ids = list(tracker.allocated_block_ids)
 
 

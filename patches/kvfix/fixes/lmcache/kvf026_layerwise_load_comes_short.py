@@ -88,7 +88,7 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
     impl.record_failed_blocks = adapter.LMCacheConnectorV1Impl.record_failed_blocks.__get__(impl)
     hook(impl, stubs.Stub(attn_metadata=object()))
     if impl._invalid_block_ids not in (set(), {4}):
-        raise LookupError(f"it records blocks {impl._invalid_block_ids}")
+        raise LookupError(f"the hook records blocks {impl._invalid_block_ids} as failed, not block 4")
     return not impl._invalid_block_ids
 
 

@@ -1,4 +1,4 @@
-"""Later requests return wrong text: a load fails in one rank, and the other ranks store KV computed on top of it.
+"""Later requests return wrong text: a load fails in one rank, and the other ranks store wrong KV.
 
 Symptom: With tensor or pipeline parallelism one worker logs `Request ... failed to load ... tokens across ... blocks`.
 Nothing else is logged. Later, other requests that begin with the same prompt return wrong text.

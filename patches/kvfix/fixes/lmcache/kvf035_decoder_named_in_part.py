@@ -26,7 +26,7 @@ def _in_part(impl: Any, request: Any, *_: Any, **__: Any) -> bool:
 
 @fix_around(when=_in_part)
 def fix(impl: Any, request: Any, num_external_tokens: int) -> Steps:
-    engine_log.warning("KVF035: a `disagg_spec` lacks a part of the address; the request runs without a decoder")
+    engine_log.warning("KVF035: a `disagg_spec` lacks a complete decoder address. The request runs without a decoder")
     others = {name: value for name, value in request.kv_transfer_params.items() if name != _SPEC}
     yield View(request, kv_transfer_params=others), num_external_tokens
     if request.request_id in impl._unfinished_requests:  # replace the View that the hook has stored

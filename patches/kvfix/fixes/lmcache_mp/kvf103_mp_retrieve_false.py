@@ -22,7 +22,7 @@ from kvfix.fixes.api import MP_WORKER_ADAPTER, Any, Fix, View, engine_log, fix_a
 def load(adapter: Any, future: Any, blocks: Any) -> Any:
     def failed() -> bool:
         adapter.error_block_ids.update(blocks)
-        note(__name__, f"{len(blocks)} blocks of a failed load are reported")
+        note(__name__, f"reported {len(blocks)} blocks of a failed load to vLLM")
         return True
 
     def failed_anew() -> None:

@@ -20,7 +20,7 @@ from kvfix.fixes.api import NIXL_PULL_SCHEDULER, Any, Fix, fix_after, note, stub
 def begin_lease(connector: Any, answer: None, request: Any, *_: Any) -> None:
     keeps = request.kv_transfer_params and connector.is_bidirectional_kv_xfer_enabled
     if keeps and request.request_id not in connector._reqs_in_batch:
-        note(__name__, f"request {request.request_id}: its lease begins")
+        note(__name__, f"request {request.request_id}: the lease of its blocks begins")
         connector._reqs_in_batch.add(request.request_id)
 
 

@@ -1,4 +1,4 @@
-"""Wrong text with a sliding window and NixlConnector: decode lacks a token in the window of the prompt's last token.
+"""Wrong text with a sliding window and NixlConnector: decode computes the last prompt token, but lacks a window block.
 
 Symptom: No message is logged. The model has sliding windows (Gemma, gpt-oss). The first generated token is computed
 with wrong KV for one token of the window. One prompt in N is affected, where N is the number of tokens in a block. If

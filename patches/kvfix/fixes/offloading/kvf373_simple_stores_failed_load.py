@@ -41,7 +41,7 @@ def update_connector_output(scheduler: Any, output: Any) -> None:
     for event, transfer in scheduler._store_event_to_blocks.items():
         lost = {block for block in transfer.gpu_block_ids if block in bad or blocks[block].block_hash is None}
         if lost:
-            note(__name__, f"store {event} ends without {len(lost)} blocks, which have no right KV")
+            note(__name__, f"store {event}: removed {len(lost)} blocks, because a load failed")
             given_up[event] = given_up.get(event, set()) | lost
 
 

@@ -25,12 +25,12 @@ from kvfix.fixes.api import SCHEDULER, Any, Fix, fix_after, note, stubs
 @fix_after(on_fault=_closed.forget_cached)
 def evict_failed(scheduler: Any, answer: Any, requests: Any, invalid_block_ids: Any, *more: Any) -> None:
     for _, first, own in _scheduler.failed(scheduler, answer[0], invalid_block_ids, *more):
-        note(__name__, f"{len(own) - first} blocks after a failed load are not cached")
+        note(__name__, f"evicted {len(own) - first} blocks of a request with a failed load from the prefix cache")
         _evict(scheduler.kv_cache_manager, set(own[first:]))
     blocks = scheduler.kv_cache_manager.block_pool.blocks
     cached = [blocks[block] for block in invalid_block_ids if blocks[block].block_hash]
     if cached and (not all(block.ref_cnt for block in cached) or _is_a_request_gone(requests, *more)):
-        note(__name__, "free blocks are not cached after a failed load")
+        note(__name__, "evicted all free blocks from the prefix cache after a failed load")
         _evict(scheduler.kv_cache_manager, {block.block_id for block in blocks if not block.ref_cnt})
 
 

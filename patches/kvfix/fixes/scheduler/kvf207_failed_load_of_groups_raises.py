@@ -64,5 +64,5 @@ FIX = Fix(
     effect="crash",
     evidence={"KVR011": r"block-level load failures|too many values to unpack"},
     scenarios=("mp-failed-load-of-groups",),
-    no_patch={"vllm": "LMCache reports failed requests since 0.5.6, as vLLM asks of a connector"},
+    no_patch={"vllm": "since 0.5.6, LMCache reports the ids of failed requests, as vLLM requires"},
 )

@@ -124,8 +124,8 @@ def server(setup: Setup) -> Iterator[Line]:
             yield unchecked(what, "kvfix doctor --server-http HOST:PORT -- ..., with the server's --http-port")
         elif own and each.release != own:
             yield problem(
-                f"the server at {each.address.url} is LMCache {each.release}, the connector LMCache {own}: messages "
-                "differ between releases",
+                f"the server at {each.address.url} runs LMCache {each.release}, but the connector runs LMCache {own}. "
+                "Messages differ between releases",
                 f"pip install lmcache=={own}, where the server runs",
             )
         else:

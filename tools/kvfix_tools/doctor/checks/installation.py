@@ -109,7 +109,7 @@ def loads(setup: Setup) -> Iterator[Line]:
         return
     tried = setup.tried
     if tried.torch is None:
-        if tried.why.startswith("not done"):
+        if tried.why.startswith("loading did not finish"):
             yield unchecked(f"import torch: {tried.why}", _AGAIN)
         else:
             what = f"import torch fails: {tried.why}"

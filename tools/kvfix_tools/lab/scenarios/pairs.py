@@ -38,7 +38,7 @@ SCENARIOS = {
         [do.ask("r", prompt(64), 2), do.step(2), do.on("decode", "keep_blocks", 0), do.send_again("r"), do.step(4)],
         *OTHERS_WRITE,
         shows="LAB001 holds other KV",
-        doc="A router sends a request to decode again: the second request reads blocks that prefill has freed.",
+        doc="The decode engine gets a request twice: the second request reads blocks that prefill has freed.",
         options=PULL(prefix_caching=False, num_blocks=60),
     ),
     "nixl-load-into-blocks-in-copy": pull(
@@ -106,7 +106,7 @@ SCENARIOS = {
     "nixl-second-load-never-starts": pull(
         [do.malform("decode_too"), do.ask("r", prompt(64), 5), do.step(5), do.on("decode", "preempt", "r-00000002")],
         shows="KVR010",
-        doc="With `bidirectional_kv_xfer` a preempted request that loads blocks of the last turn waits for ever.",
+        doc="With `bidirectional_kv_xfer`, a request loads the previous turn, is preempted and waits for ever.",
         options=PULL(prefix_caching=False, extra={"bidirectional_kv_xfer": True, "kv_recompute_threshold": 8}),
     ),
     "nixl-second-reader-aborted": pull(
@@ -131,7 +131,7 @@ SCENARIOS = {
     "nixl-window-freed-meanwhile": pull(
         do.ask("r", prompt(60), 2, prefill_tokens=4),
         shows="LAB001 the step reads token 44 of 59 computed ones, its slot holds other KV in KV group 1",
-        doc="Prefill generates more than one token and frees blocks of the window that decode needs.",
+        doc="Prefill generates more than one token, and frees window blocks that decode still needs.",
         options=PULL(windows=(16,)),
     ),
     "nixl-push-abort-keeps-blocks": push(
@@ -232,7 +232,7 @@ SCENARIOS = {
     "mooncake-decode-reads-twice": mooncake_0_32(
         [do.ask("r", prompt(64), 2), do.step(6), do.send_again("r")],
         shows="LAB003 for ever",
-        doc="A router sends a request to decode again while prefill writes the KV: the second request waits for ever.",
+        doc="The decode engine gets a request twice while prefill writes KV: the second request waits for ever.",
         options=MOONCAKE(delay=5),
     ),
     "mooncake-load-ends-again": mooncake_0_32(

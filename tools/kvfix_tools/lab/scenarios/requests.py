@@ -217,7 +217,7 @@ SCENARIOS = {
         # The last step computes four tokens, and the turn ends after two of the tokens.
         [do.admit("r", prompt(20), max_tokens=7, resumable=True), do.add_input("r", prompt(21), max_tokens=5)],
         [do.run(), do.end_input("r")],
-        doc="A turn ends within accepted drafts: vLLM drops the tokens after the turn, but not from the Mamba state.",
+        doc="A turn ends within accepted drafts: vLLM drops the later tokens, but the Mamba state includes them.",
         shows="LAB001 the step reads token",
         options=MP(states=True, drafter="mtp", drafts=3, acceptance=100),
     ),
