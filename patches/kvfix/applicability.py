@@ -78,7 +78,7 @@ def judge(target: Target) -> Applicability:
         if target.probe is None:
             return Applicability("refused", f"{where}, and no behaviour probe can judge it")
         return Applicability(
-            "unknown", f"{where}; the behaviour probe decides in the process that imports it (kvfix status --probe)"
+            "unknown", f"{where}; the behaviour probe decides at the module's import (probe now: kvfix status --probe)"
         )
     return judge_releases(target, prints[found])
 
@@ -124,7 +124,7 @@ def _judge_absent(target: Target, path: Path | None, same_file: str | None = Non
     release = f"{target.dist} {version or '(version unknown)'}"
     if compared in absent:
         return Applicability("not-affected", f"{release} does not have {what}", absent)
-    return Applicability("refused", f"{what} has gone from {release}; look for a newer release of kvfix")
+    return Applicability("refused", f"{what} is missing from {release}; look for a newer release of kvfix")
 
 
 def judge_live(target: Target, module: ModuleType, function: Any = None) -> Applicability:
@@ -214,7 +214,7 @@ def _obstacle(targets: tuple[Target, ...], judged: dict[Target, Applicability]) 
         return worst
     for target in targets:
         if judged[target].state == "fixed-upstream" and judged[target].releases is None:
-            return Applicability("refused", f"{target.function} is right, but other functions of the fix have the bug")
+            return Applicability("refused", f"other functions of the fix have the bug, but {target.function} does not")
     common: dict[str, frozenset[str]] = {}
     for target in targets:
         releases = judged[target].releases

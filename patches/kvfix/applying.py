@@ -18,7 +18,7 @@ from kvfix.session import session
 from kvfix.wrapping import WrappedFunction, Wrapper
 
 _HALF_IMPORTED = Applicability(
-    "refused", "its module is half imported; call kvfix.apply() before the import, or once more after it"
+    "refused", "Python is still importing the module; call kvfix.apply() before the import, or again after the import"
 )
 
 

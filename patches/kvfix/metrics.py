@@ -53,7 +53,7 @@ def acted(tally: Tally, function: Callable[..., Any] | None = None, args: tuple[
             if tally.acted == 1:
                 tally.first = _text(function, args, what)
                 engine_log.info(f"{tally.key} acted: {tally.first}")
-            _count("kvfix_fix_acted", "Outcomes that a fix changed.", code=tally.key)
+            _count("kvfix_fix_acted", "Answers, arguments, calls and objects that a fix changed.", code=tally.key)
     except Exception as error:  # noqa: BLE001
         engine_log.fault("kvfix.metrics", error)
 

@@ -67,7 +67,7 @@ def play_all(path: str) -> dict[str, Any]:
     answer["check"] = play("check", "check")
     answer["strict"] = play("strict", "strict")
     listed = folder / "known"
-    listed.write_text("# known\nKVR002 promised 256 where*\nKVR011\n")
+    listed.write_text("# known\nKVR002 promised 256, but*\nKVR011\n")
     answer["suppressed"] = play("check", "suppressed", KVFIX_SUPPRESS=str(listed))
     answer["fixed"] = play("strict", "fixed", ["KVF001"])
     kvfix.revert()
@@ -99,7 +99,7 @@ def bounded(play: Any, folder: Path) -> Any:
 
 
 MISMATCH = "Mismatch in tokens to load: 256 vs 256 (tokens in lmcache) - 336 (tokens in vllm)"
-CHANGED = "KVR002 promise-changed long: promised 256 where 0 was promised before: hit 256 - computed 336 -> 0"
+CHANGED = "KVR002 promise-changed long: promised 256, but an earlier lookup promised 0; hit 256 - computed 336 = -80: 0"
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +153,7 @@ def test_the_report(folder: Path, played: dict[str, Any]) -> None:
     changed, died = of_check(folder, ".txt")
     text = changed.read_text()
     for part in (
-        "kvfix: KVR002 promise-changed: request long\n  promised 256 where 0 was promised before",
+        "kvfix: KVR002 promise-changed: request long\n  promised 256, but an earlier lookup promised 0",
         "in get_num_new_matched_tokens of LMCacheConnectorV1 (SCHEDULER), pid ",
         "The rule: The connector promises the same number of tokens in each lookup of an unchanged request.",
         "lookup at 336 computed tokens promises 256, but hit 256 - computed 336 = -80: 0 is due",
@@ -161,7 +161,7 @@ def test_the_report(folder: Path, played: dict[str, Any]) -> None:
         "lookup at 336 computed tokens promises 0: hit 256 - computed 336 = -80, nothing to load",
         "admitted at 0 computed tokens, 336 more are computed",
         "KVF001 lookup-cache-ignores-computed fixes this, but is not applied in this process",
-        "SUMMARY: kvfix KVR002 promise-changed request long: promised 256 where 0 was promised before",
+        "SUMMARY: kvfix KVR002 promise-changed request long: promised 256, but an earlier lookup promised 0",
     ):
         assert part in text, (part, text)
     assert text.count("SUMMARY:") == 1

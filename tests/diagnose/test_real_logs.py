@@ -67,9 +67,9 @@ def test_a_recording_is_left_to_replay(tmp_path: Path, capsys: pytest.CaptureFix
         archive.add(file, "kvfix-dump-7/a.jsonl")
     for path in (file, bundle):
         assert command.main([str(path)]) == 2
-        assert f"{path} has a recording of kvfix. Run: kvfix replay {path}\n" in capsys.readouterr().err
+        assert f"{path} contains a kvfix recording. Run: kvfix replay {path}\n" in capsys.readouterr().err
     assert command.main([str(file), str(LOGS / "healthy-0.5.6.log.gz")]) == 0
-    assert f"note: {file} has a recording of kvfix" in capsys.readouterr().out
+    assert f"note: {file} contains a kvfix recording" in capsys.readouterr().out
 
 
 def test_the_history_of_a_crash() -> None:

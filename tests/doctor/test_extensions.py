@@ -59,7 +59,7 @@ C_OPS = f"c_ops{EXTENSION_SUFFIXES[0]}"
     [
         (C_OPS, library, "13.0", "ok", "lmcache.c_ops loads with torch 2.99.0+cu130"),
         (C_OPS, lambda: without(library()), "13.0", "problem",
-         "lmcache.c_ops is built for another torch than torch 2.99.0+cu130 (undefined symbol _ZN3c105Error"),
+         "lmcache.c_ops is not built for torch 2.99.0+cu130 (undefined symbol _ZN3c105Error"),
         (C_OPS, lambda: b"\x7fELF no", "13.0", "problem", "lmcache.c_ops does not load with torch 2.99.0+cu130"),
         (C_OPS, for_cuda_12, "13.0", "problem", "lmcache.c_ops needs libcuda"),
         (C_OPS, for_cuda_12, None, "unchecked", "lmcache.c_ops needs libcuda"),  # torch is built for the CPU

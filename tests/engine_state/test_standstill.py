@@ -177,8 +177,8 @@ def test_a_hook_that_waits_for_the_server(locked_out: States) -> None:
     (found,) = verdicts([Look(0, [locked_out[0], worker]), Look(5, [locked_out[1], worker])])
     assert found.code == "KVD204"
     assert found.message == (
-        "the LMCache server does not answer VLLM::Worker (7), which has waited for it in start_load_kv for at least 5 "
-        "s; the scheduler waits for this process"
+        "the LMCache server does not answer: VLLM::Worker (7) has waited in start_load_kv for at least 5 s; "
+        "the scheduler waits for this process"
     )
     worker["stack"] = ["from_ipc_handle (torch/cuda/streams.py:197)", "query (multiprocess/futures.py:203)"]
     assert verdicts([Look(0, [locked_out[0], worker]), Look(5, [locked_out[1], worker])])[0].code == "KVD213"

@@ -110,7 +110,7 @@ rows({
     "blocks_of_others_never_come_free": ("free_blocks",
         lambda engine, _: engine._held.clear(), "LAB009 again needs "),
     "changes_its_mind": ("",
-        _promise(lambda _, __, promised, asked: 0 if asked.count(1) > 1 else promised), "KVR002 promised 0 where"),
+        _promise(lambda _, __, promised, asked: 0 if asked.count(1) > 1 else promised), "KVR002 promised 0, but"),
     "no_question_is_ever_answered": ("",
         _promise(lambda request, _, promised, __: None if request.num_preemptions else promised),
         "LAB003 is PREEMPTED for ever"),

@@ -187,7 +187,7 @@ def test_demo_shows_the_report(tmp_path: Path) -> None:
 def test_demo_on_a_release_without_the_bug_says_that_it_did_not_die(tmp_path: Path) -> None:
     done = demo(tmp_path, "0.5.6")
     assert done.returncode == 1
-    assert "It did not die as reported." in done.stdout
+    assert "EngineCore did not die as reported." in done.stdout
 
 
 def test_two_files_do_not_have_the_same_scenario(monkeypatch: pytest.MonkeyPatch) -> None:

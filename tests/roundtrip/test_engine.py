@@ -38,7 +38,7 @@ REMOTE = SimpleNamespace(start=64, end=192, skip_first_n_tokens=8)
         # With vLLM's dummy weights, a model gives one answer to all prompts that end with the same token.
         (
             {"plain": {**PLAIN, "changed": PLAIN["cold"]}},
-            "2 outputs stay the same if kvfix changes the first prompt tokens",
+            "2 outputs do not change if kvfix changes the first prompt tokens",
         ),
     ],
 )

@@ -34,7 +34,7 @@ def test_too_old(tmp_path: Path, fresh: Fresh) -> None:
     (tmp_path / "lmcache-0.1.4.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: lmcache\nVersion: 0.1.4\n")
     row = fresh(f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import kvfix; result = kvfix.status()[0]")
     assert row[3:5] == ["0.1.4", "refused"]
-    assert f"the module {ADAPTER} has gone from lmcache 0.1.4" in row[5]
+    assert f"the module {ADAPTER} is missing from lmcache 0.1.4" in row[5]
     assert "look for a newer release of kvfix" in row[5]
 
 

@@ -92,7 +92,7 @@ def _replay_process(found: Recording, json: bool) -> int:
     for each in violated:
         print(_process_report(found, each), end="")
     unknown = len(findings) - len(violated)
-    more = f", {unknown} events not checked because their request began before the record" if unknown else ""
+    more = f", {unknown} events not checked, because their request began before the recording" if unknown else ""
     events = f"{len(found.entries)} events of pid {found.head['pid']} ({found.head['reason']})"
     print(f"{found.path}: {events}: {len(violated)} violations{more}")
     return int(bool(violated))
@@ -157,9 +157,9 @@ def _summary(engine: Engine, findings: list[Judged], peers: Peers) -> list[str]:
         lines.append("  scheduler: no recording was given, so kvfix cannot compare its loads with the ranks' loads")
     lines += [f"  rank {rank}: no recording was given, so its loads are unknown" for rank in engine.missing]
     if not engine.ranks:
-        lines.append("  the number of ranks is not on record")
+        lines.append("  no recording states the number of ranks")
     lines += [
-        f"  rank {rank}: {comparison.unknown} loads are not checked because its recording does not cover them"
+        f"  rank {rank}: {comparison.unknown} loads were not checked: this rank's recording does not cover them"
         for rank, comparison in engine.compared.items()
         if comparison.unknown
     ]

@@ -87,12 +87,10 @@ def promise_changed(history: History, event: ev.Asked) -> Outcome:
         return None
     if before.promised == event.promised:
         return None
-    due = max(0, ev.balance(event.hit, event.computed, event.total))
-    return violated(
-        f"promised {event.promised} where {before.promised} was promised before: hit {event.hit} - computed "
-        f"{event.computed}{' - 1 (the whole request is hit)' if event.hit == event.total else ''} -> {due}",
-        before,
-    )
+    balance = ev.balance(event.hit, event.computed, event.total)
+    last = " - 1 (the whole request is hit)" if event.hit == event.total else ""
+    due = f"hit {event.hit} - computed {event.computed}{last} = {balance}: {max(0, balance)} is due"
+    return violated(f"promised {event.promised}, but an earlier lookup promised {before.promised}; {due}", before)
 
 
 @rule("KVR003", "grant-differs-from-promise", ev.Granted)

@@ -139,7 +139,7 @@ def _stands_in_hook(looks: Sequence[Look]) -> Iterator[Verdict]:
         if any(frame.startswith(_OF_SERVER) for frame in process.get("stack") or ()):
             yield Verdict(
                 "KVD204", "server-does-not-answer", "",
-                f"the LMCache server does not answer {name}, which has waited for it {inside}{rest}",
+                f"the LMCache server does not answer: {name} has waited {inside}{rest}",
                 "check that the LMCache server runs, and read its log",
                 "waiting helps if the server answers",
             )  # fmt: skip
@@ -212,9 +212,9 @@ def _load_without_worker(looks: Sequence[Look]) -> Iterator[Verdict]:
             yield Verdict(
                 "KVD208", "waits-for-load", name,
                 f"{name} waits for a load that no worker has{ranks}; it keeps {row['blocks']} blocks",
-                f"abort {name}: its client gets an answer. vLLM keeps its blocks until a restart, because the report "
-                "of the load does not arrive",
-                "waiting does not help: no load is in flight for it",
+                f"abort {name}, so that its client gets an answer. vLLM keeps the request's blocks until a restart, "
+                "because no rank reports the load",
+                f"waiting does not help: no load of {name} is in flight",
             )  # fmt: skip
 
 
@@ -297,7 +297,7 @@ def _kept_after_end(looks: Sequence[Look]) -> Iterator[Verdict]:
                     "KVR009", "state-left-behind", name,
                     f"{name} has ended, and its {row['blocks']} blocks wait for a transfer that no worker has",
                     "its blocks are lost until a restart",
-                    "waiting does not help: no transfer is in flight for it",
+                    f"waiting does not help: no transfer of {name} is in flight",
                 )  # fmt: skip
 
 

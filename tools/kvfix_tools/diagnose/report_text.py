@@ -177,7 +177,7 @@ def nothing_found(log: Diagnosis) -> str:
 def not_recognised(log: Diagnosis) -> str:
     """Return what the input is: a recording, a log without requests and failures, or a text without known lines."""
     if log.recording:
-        return f"{log.recording} has a recording of kvfix. Run: kvfix replay {log.recording}"
+        return f"{log.recording} contains a kvfix recording. Run: kvfix replay {log.recording}"
     if log.is_own:
         return "the lines of vLLM and LMCache in the input show neither requests nor failures"
     return "no line of vLLM, LMCache or a KV connector was recognised"

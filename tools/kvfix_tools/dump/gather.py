@@ -69,7 +69,7 @@ def recorder(process: Process) -> tuple[str | None, str]:
     if not announced:
         return None, "no recorder: the process has no connector, or was started without `kvfix run --mode observe`"
     if announced.get("began") != process.began:
-        return None, "no recorder: the recorder with this process id belongs to a process that has ended"
+        return None, f"no recorder: an ended process with the same id wrote the file kvfix-{process.pid}.ready"
     before = _files(process)
     try:
         os.kill(process.pid, signal.SIGUSR2)

@@ -67,7 +67,7 @@ def show(released: Result, fixed: Result) -> None:
     for step in sorted({step for each in cells for step in each}):
         table.add_row(str(step), *("\n".join(each.get(step, ())) for each in cells), end_section=True)
     console.print(table)
-    ending = "[bold red]EngineCore is dead.[/]" if died_as_reported(released) else "It did not die as reported."
+    ending = "[bold red]EngineCore is dead.[/]" if died_as_reported(released) else "EngineCore did not die as reported."
     console.print(f"As released: {ending}")
     for _, event in released.log:
         if isinstance(event, ev.Raised):  # do not fold the message, so that a user can search for it

@@ -44,7 +44,7 @@ def options(found: recording.Recording) -> Options:
     known = [line for line in lines if line["name"] in KINDS and line.get("sizes")]
     if len(known) != 1:
         names = ", ".join(sorted({line["name"] for line in lines})) or "none"
-        raise ValueError(f"the lab needs one scheduler with {' or '.join(KINDS)}; the file has: {names}")
+        raise ValueError(f"the lab needs exactly one scheduler with {' or '.join(KINDS)}, but the file has: {names}")
     sizes = dict(known[0]["sizes"])
     lacks = lacking()
     settings = {name: value for name, value in sizes.pop("lmcache", {}).items() if name not in lacks}

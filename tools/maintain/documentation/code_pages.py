@@ -95,7 +95,7 @@ def wrong_in(fix: Fix) -> str:
 
 def _applied(fix: Fix) -> str:
     if not fix.fixable:
-        return "never, it cannot be fixed from outside; `kvfix status` reports it"
+        return "never: kvfix cannot fix this bug from outside. `kvfix status` reports the bug"
     if fix.opt_in:
         return f'if you name it: `kvfix.apply(plus=["{fix.code}"])`, or `KVFIX="fix plus={fix.code}"`'
     return f'by default; `KVFIX="fix skip={fix.code}"` leaves it out'
@@ -103,7 +103,7 @@ def _applied(fix: Fix) -> str:
 
 def of_problem(problem: problems.Problem) -> str:
     fixes = catalogue.handling(problem.code, problem.message)
-    cause = problem.why + ("" if problem.certain else " The line alone does not prove it.")
+    cause = problem.why + ("" if problem.certain else " The log line alone does not prove this cause.")
     if not cause and fixes:
         cause = f"{prose(fixes[0].section('Cause'))}\n\n({link(fixes[0].code)})"
     rows = [(link(each.code), f"{each.slug}: {each.title}", wrong_in(each)) for each in fixes]

@@ -132,5 +132,5 @@ FIX = Fix(
     LMCACHE_V1.start_load_kv(broken=">=0.4.3", fix=name_request, order=2, helper=True),
     effect="leak",
     evidence={"KVD403": ""},
-    proof="tests/lab/test_async_release.py, on LMCache's own functions: the lab has no pins by chunk",
+    proof="tests/lab/test_async_release.py, on LMCache's own functions: the lab keeps pins per lookup, not per chunk",
 )

@@ -172,7 +172,7 @@ FIX = Fix(
     effect="wrong output",
     no_patch={
         "lmcache": "https://github.com/LMCache/LMCache/pull/4467 and https://github.com/LMCache/LMCache/pull/4887"
-        " are open; the second fixes the compiled operations too, which cannot be tried without a GPU"
+        " are open; pull request 4887 also fixes the compiled operations, which cannot be tested without a GPU"
     },
     proof="tests/runtime/test_packed_layout.py, on LMCache's own kernels, because the lab moves hashes, not tensors",
 )

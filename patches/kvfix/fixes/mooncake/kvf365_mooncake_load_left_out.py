@@ -24,7 +24,7 @@ def process_pulling_result(worker: Any, answer: None, response: Any, pull_metas:
     if response.status.name == "FINISH":
         missing = [name for name in pull_metas if name not in known]
         if missing:
-            note(__name__, f"{len(missing)} loads that prefill did not answer are counted as failed")
+            note(__name__, f"{len(missing)} loads count as failed: no answer of the prefill engine lists the requests")
             worker._handle_failed_recv(pull_metas, missing, "no answer of the prefill engine lists the request")
 
 

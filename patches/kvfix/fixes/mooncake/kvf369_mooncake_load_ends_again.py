@@ -64,7 +64,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
         _complete_pull_task=lambda meta: None,
     )  # fmt: skip
     meta = module.PullReqMeta("r", "t", [[1]], "p", "http://p:1", pull_tasks_count=2)
-    hook(worker, {"r": meta}, ["r"], "kvfix looks whether the load is reported")
+    hook(worker, {"r": meta}, ["r"], "kvfix tests whether a failed load is reported too early")
     return bool(ended)
 
 

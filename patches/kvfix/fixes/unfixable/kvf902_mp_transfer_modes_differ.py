@@ -28,6 +28,6 @@ FIX = Fix(
     MP_WORKER_ADAPTER._send_register_kv_caches_request(broken=">=0.4.7", fix=None),
     effect="hang",
     evidence={"KVD206": ""},
-    no_patch={"lmcache": "a server that answers unknown requests is a change of the protocol, not of a function"},
+    no_patch={"lmcache": "to answer unknown requests, the server needs a new protocol, not a new function"},
     harmless=harmless,
 )

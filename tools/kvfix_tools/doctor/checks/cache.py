@@ -69,7 +69,7 @@ def hash_seed(setup: Setup) -> Iterator[Line]:
         yield problem(f"{how} is {algorithm}, whose hashes are bytes, but {no_bytes}", do)
         return
     if algorithm != "builtin":
-        yield ok(f"keys are computed with {algorithm or 'the default hash'}, which is equal in every process")
+        yield ok(f"every process computes the same keys, with {algorithm or 'the default hash'}")
         return
     fixed = seed.isdigit()
     none_too = fixed and setup.v1 is not None and _hashes_none(setup)
@@ -78,7 +78,7 @@ def hash_seed(setup: Setup) -> Iterator[Line]:
         remedy = 'pip install "lmcache>=0.4.6", or use Python 3.12'
     elif how.startswith("pre") and not no_bytes:
         stable = f"{how}: sha256_cbor (LMCACHE_PRE_CACHING_HASH_ALGORITHM=sha256_cbor)"
-        remedy = f"{stable}, which is equal in every process" if none_too else f"{remedy}, or {stable}"
+        remedy = f"{stable}, which gives the same keys in every process" if none_too else f"{remedy}, or {stable}"
     if not shared:
         yield ok("keys are computed with Python's own hash, and no other process shares this cache")
     elif none_too:
@@ -117,7 +117,7 @@ def _no_bytes(setup: Setup) -> str:
         return ""
     stored = setup.setting("remote_url") or setup.setting("local_disk")
     if stored and "chunk_hash_hex" not in setup.packages.text("lmcache.utils"):
-        return "this LMCache cannot write keys of bytes, so it stores no chunk outside of memory"
+        return "this LMCache stores no chunk on disk or in a remote cache if the keys are bytes"
     if setup.on("enable_async_loading") and "int.from_bytes" not in setup.packages.text("lmcache.v1.token_database"):
         return "the asynchronous lookup of this LMCache fails, because it needs hashes that are numbers"
     return ""

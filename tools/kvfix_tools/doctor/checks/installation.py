@@ -144,11 +144,11 @@ def _failed(name: str, error: str, torch: str, cuda: str | None) -> Line:
     again = remedy("KVD701" if name.startswith("lmcache.") else "KVD712")
     missing = re.search(r"(lib[\w.+-]+): cannot open shared object file", error)
     if symbol := re.search(r"undefined symbol: (\S+)", error):
-        return problem(f"{name} is built for another torch than {torch} (undefined symbol {symbol[1]})", again)
+        return problem(f"{name} is not built for {torch} (undefined symbol {symbol[1]})", again)
     if missing and re.search("cud|nv|c10_cuda|torch_cuda|hip|roc", missing[1]):
         if not cuda:
             what = f"{name} needs {missing[1]}, but {torch} is built for the CPU"
-            return unchecked(what, "kvfix doctor, on the machine of the GPU")
+            return unchecked(what, "run kvfix doctor on the machine that has the GPU")
         return problem(f"{name} needs {missing[1]}, but {torch} is built for CUDA {cuda}", again)
     if missing:
         return problem(f"{name} needs {missing[1]}, which is not on this machine", f"install {missing[1]}, or {again}")

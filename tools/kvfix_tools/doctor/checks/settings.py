@@ -136,7 +136,7 @@ def _word(setup: Setup, name: str, each: Setting) -> Iterator[Line]:
     if known and each.value is not None and value not in known:
         near = nearest(value, {word.lower(): word for word in known})
         do = next((word for word in known if word.lower() == near), "") or ", ".join(sorted(known))
-        yield problem(f"{each.spelled} is {each.value} ({each.source}), which LMCache does not have", do)
+        yield problem(f"{each.spelled} is {each.value} ({each.source}), but LMCache does not know this value", do)
 
 
 @check("set-twice")

@@ -241,4 +241,4 @@ class Alone(Connector):
 
     def not_to_store(self, request: Any) -> str:
         asked = (request.kv_transfer_params or {}).get("max_offload_tokens")
-        return "it asks for max_offload_tokens 0" if asked == 0 else ""
+        return "the request has max_offload_tokens 0" if asked == 0 else ""

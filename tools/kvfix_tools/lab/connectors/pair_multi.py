@@ -37,7 +37,7 @@ class Counted:
             self._events.counts["loads_failed"] += 1
             self._events.add(ev.LoadFailed(name, None))
             if not self._events.may_fail.intersection((name, "")):
-                self._events.violated(rules.LOAD_CAME_SHORT, name, "the other connector has loaded nothing")
+                self._events.violated(rules.LOAD_CAME_SHORT, name, "the child that transfers KV has loaded nothing")
 
 
 def _in_turn(child: Any) -> Any:

@@ -158,5 +158,5 @@ class Offloading(BothRoles):
         for where, pool, later in (gpu, ("CPU", self._manager.cpu_block_pool, set())):
             held = {block.block_id for block in pool.blocks if block.ref_cnt and not block.is_null} - later
             if held:
-                message = f"{len(held)} of {len(pool.blocks)} {where} blocks are held, and all requests have ended"
+                message = f"{len(held)} of {len(pool.blocks)} {where} blocks are held, although all requests have ended"
                 self.events.violated(rules.MEMORY_HELD, "", message)

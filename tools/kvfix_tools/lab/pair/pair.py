@@ -247,10 +247,10 @@ class Pair(Engines):
             events, whose = engine.request_events, f"the {engine.name} engine"
             held = engine.options.num_blocks - 1 - engine.free()
             if held:
-                message = f"{held} blocks are held, and all requests of {whose} have ended"
+                message = f"{held} blocks are held, although all requests of {whose} have ended"
                 events.violated(rules.BLOCKS_HELD, "", message)
             for request in sorted(engine.connector.kept_of_peer()):
-                events.violated(rules.KEPT_OF_PEER, request, f"{whose} keeps it")
+                events.violated(rules.KEPT_OF_PEER, request, f"{whose} keeps state of the other engine's request")
             events.leaked()
         return True
 

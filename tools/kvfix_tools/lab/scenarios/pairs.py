@@ -202,7 +202,7 @@ SCENARIOS = {
     "nixl-push-promise-without-peer": push(malformed("no_host"), shows="KVR011 KeyError: 'remote_host'"),
     "nixl-push-registration-kept": push(
         [do.ask_at_once("r", prompt(300)), do.step(4), do.abort("r")],
-        shows="LAB022 the prefill engine keeps it",
+        shows="LAB022 the prefill engine keeps state",
         options=PUSH(max_num_batched_tokens=64, extra=SOON),
         not_in_hooks=MEMORY,
     ),
@@ -261,7 +261,7 @@ SCENARIOS = {
         [do.ends_at_once("r", prompt(64)), do.ask("r", prompt(64), 5)], shows="LAB026 that prefill will not send"
     ),
     "mooncake-transfer-kept-for-ever": mooncake(
-        malformed("other_transfer"), shows="LAB022 the prefill engine keeps it", not_in_hooks=MEMORY
+        malformed("other_transfer"), shows="LAB022 the prefill engine keeps state", not_in_hooks=MEMORY
     ),
     "mooncake-write-outlives-load": mooncake(
         # Prefill reads decode's message only after decode has dropped the load.

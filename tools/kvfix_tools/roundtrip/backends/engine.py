@@ -66,8 +66,8 @@ def judge(plain: dict[str, Any], ran: dict[str, Any]) -> str | None:
             return f"{name}: {differ} of {len(other['tokens'])} outputs differ from outputs without a connector"
     alike = sum(one == other for one, other in zip(plain["cold"]["tokens"], plain["changed"]["tokens"], strict=True))
     if alike:
-        same = f"{alike} outputs stay the same if kvfix changes the first prompt tokens"
-        return f"{same}, so the model cannot show wrong KV"
+        same = f"{alike} outputs do not change if kvfix changes the first prompt tokens"
+        return f"{same}, so the outputs of this model do not reveal wrong KV"
     warm = ran["warm"]
     if not warm["hits"]:
         return "warm: no token came from the external cache, so nothing was checked"

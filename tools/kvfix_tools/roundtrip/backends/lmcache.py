@@ -147,7 +147,7 @@ class BlockTransfer(Transfer):
         (geometry, layers), chunk = as_vllm(check), int(check.cell.chunk)
         self.block, self.per_chunk = geometry.block, chunk // geometry.block
         if chunk % geometry.block or check.cell.count % chunk:
-            raise Refused("whole chunks of whole blocks only")
+            raise Refused("this backend copies only whole chunks of whole blocks")
         self.gather, self.scatter = base.gather_paged_kv_to_cpu, base.scatter_cpu_to_paged_kv
         self.caches = {str(layer): tensor for layer, tensor in enumerate(layers)}
         self.host: Region = check.host(AXES["fused" if geometry.layout.fused else "split"])

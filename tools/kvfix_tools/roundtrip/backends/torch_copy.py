@@ -127,4 +127,4 @@ def paged(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
     return held.permute(ORDERS[name])
 
 
-BACKENDS = (Backend("torch", "gather, and pinned copies on streams", TorchCopy),)
+BACKENDS = (Backend("torch", "PyTorch: gather on the device, then copy to pinned memory on streams", TorchCopy),)

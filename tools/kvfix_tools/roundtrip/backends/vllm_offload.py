@@ -125,10 +125,10 @@ def pages(region: Region) -> dict[str, torch.Tensor]:
 def block_ids(slots: torch.Tensor, block: int) -> list[int]:
     """Return the blocks of the slots. Raise Refused unless the slots fill whole blocks in order."""
     if len(slots) % block:
-        raise Refused("whole blocks only")
+        raise Refused("this backend copies only whole blocks")
     by_block = slots.view(-1, block)
     if bool((by_block[:, 0] % block).any()) or bool((by_block.diff() != 1).any()):
-        raise Refused("whole blocks only")
+        raise Refused("this backend copies only whole blocks")
     return [int(slot) // block for slot in by_block[:, 0]]
 
 
