@@ -106,7 +106,7 @@ rows({
 rows({
     "pins_are_kept": ("cache.unpin", lambda *_: None, "KVR009 pins of the worker"),
     "load_comes_short_for_no_reason": ("",
-        lambda engine: engine.workers[0].failing.update(again=3), "LAB002 loaded up to 192 of 256"),
+        lambda engine: engine.workers[0].failing.update(again=3), "LAB002 up to token 192, but promised up to 256"),
     "blocks_of_others_never_come_free": ("free_blocks",
         lambda engine, _: engine._held.clear(), "LAB009 again needs "),
     "changes_its_mind": ("",

@@ -76,7 +76,7 @@ FILLED = steps(
 CHECK = "connector.scheduler_adapter.check_lookup_result"
 
 
-@fault("LAB002 loaded up to 0 of 96", on=REAL, at=CHECK, schedule=FILLED)
+@fault("LAB002 loaded up to token 0, but promised up to 96", on=REAL, at=CHECK, schedule=FILLED)
 def what_the_server_has_evicted_counts_as_hit(_: Any, check: Any, name: str) -> int | None:
     found: int | None = check(name)
     return 96 if name == "again" and found is not None else found

@@ -217,7 +217,7 @@ REAL_SERVER = {"connector": "mp", "chunk_size": SERVER_CHUNK, "real_server": Tru
             ({**SIMPLE_AND_V1, **more}, r"SimpleCPUOffloadConnector|one rank")
             for more in ({"connector": "mp"}, {"offloading": ""}, {"prefix_caching": False}, {"ranks": 2})
         ),
-        ({"connector": "mooncake", "real_transfers": True}, "real transfers with nixl-pull, nixl-push, nixl-multi"),
+        ({"connector": "mooncake", "real_transfers": True}, "transfers only with nixl-pull, nixl-push, nixl-multi"),
     ],
     ids=str,
 )  # fmt: skip
@@ -259,13 +259,13 @@ def test_refusals(fresh: Fresh, tmp_path: Path) -> None:
     files: dict[str, tuple[dict[str, Any], str]] = {
         "nixl": ({"options": {"connector": "nixl"}}, "no connector 'nixl'; known: v1, mp, mp-in-tree, offloading"),
         "option": ({"options": {"no_such": 1}}, "not a saved schedule (TypeError: "),
-        "ranks": ({"options": {"beside": True, "ranks": 2}}, "a MultiConnector with one rank"),
-        "step": ({"steps": [["fly", 1]]}, "knows no step fly"),
+        "ranks": ({"options": {"beside": True, "ranks": 2}}, "a MultiConnector only with one rank"),
+        "step": ({"steps": [["fly", 1]]}, "has no step fly"),
         "in-tree": ({"options": {"connector": "mp-in-tree"}}, "where 0.5.0 to 0.5.6 take server_urls (0.5.6:673)"),
         "old": ({"kvfix-schedule": 0}, "the schedule has format 0, but kvfix reads 1"),
         "elsewhere": (
             {"versions": {"vllm": "0.1", "lmcache": "0.1"}},
-            "the schedule was found on vllm 0.1, lmcache 0.1; installed here: vllm",
+            "the schedule was saved with vllm 0.1, lmcache 0.1, but vllm",
         ),
     }
     for name, (changed, _) in files.items():
@@ -282,7 +282,7 @@ def test_refusals(fresh: Fresh, tmp_path: Path) -> None:
         (["run"], "name a scenario, or --all"),
         (["run", "full-hit-asked-twice", "--lmcache-path", "/nowhere"], "holds no lmcache package"),
         *((["play", str(tmp_path / f"{name}.json")], text) for name, text in played.items()),
-        (["fuzz", "--connector", "mp", *early], "the lab plays mp with lmcache >=0.4.5: earlier ones have no"),
+        (["fuzz", "--connector", "mp", *early], "the lab plays mp with lmcache >=0.4.5: earlier releases of LMCache"),
     )
     answers = fresh(ASK.format(cases=[arguments for arguments, _ in cases]))
     for (arguments, text), (code, out, err) in zip(cases, answers, strict=True):

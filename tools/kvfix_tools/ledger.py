@@ -127,7 +127,7 @@ def lease_read_twice(history: History, event: LeaseRead) -> Outcome:
     before = _last(history, LeaseRead)
     if before is None or before.reader == event.reader:
         return None
-    what = f"{event.reader} has loaded the kept blocks, which were free since {before.reader} had read them"
+    what = f"{event.reader} has loaded the kept blocks, which the read by {before.reader} had already freed"
     return violated(what, before)
 
 

@@ -76,7 +76,7 @@ def _entries() -> Iterator[tuple[Candidate, str, str]]:
     for fix in fixes.fixes():
         confirm = "kvfix status --probe shows whether this installation has the bug"
         if fix.scenarios:
-            plays = f"kvfix lab run {fix.scenarios[0]} plays it"
+            plays = f"kvfix lab run {fix.scenarios[0]} reproduces the bug"
             confirm = f"kvfix status shows whether this installation has the bug; {plays}"
         candidate = Candidate(fix.code, fix.slug, fix.title, confirm)
         yield candidate, fix.section("Symptom"), " ".join((fix.slug, fix.doc or ""))

@@ -27,7 +27,7 @@ _LINES = 24
 NOTHING_HERE = """\
 Neither vLLM nor LMCache is installed for this Python. Run kvfix status where the engine
 runs (in its container, with its Python).
-Without them you can run: kvfix-diagnose LOG, kvfix explain CODE, kvfix status --released"""
+Without vLLM and LMCache you can run: kvfix-diagnose LOG, kvfix explain CODE, kvfix status --released"""
 #: {verdict: command or advice for the user}
 _TYPE = {
     "applicable": "kvfix.apply(), or: kvfix run -- CMD",
@@ -75,7 +75,7 @@ def status(
         return attach.status(int(names[0]), json)
     if released:
         if probe or everything or names or connector or severity or transfer_config:
-            raise typer.BadParameter("--released takes no other option: it does not read the installation")
+            raise typer.BadParameter("--released takes no other option, and does not read the installation")
         from kvfix_tools import status_released
 
         return status_released.status(json)
@@ -203,6 +203,6 @@ def _print_rows(selected: Selected, everything: bool) -> None:
             if text:
                 print(textwrap.fill(text, _WIDTH, initial_indent="  ", subsequent_indent="    "))
     if selected.left_out:
-        print(f"{selected.left_out} rows do not concern the connector.")
+        print(f"{selected.left_out} rows are for connectors that {selected.where} does not name.")
     if left := len(selected.rows) - len(rows):
-        print(f"{left} rows need nothing (kvfix status --all lists them).")
+        print(f"{left} rows are bugs that this installation does not have (kvfix status --all lists them).")

@@ -112,7 +112,7 @@ def _judge(target: Target, folder: Path) -> tuple[str, str, str]:
             return "unchanged", "not-affected", reason
         return "unknown", "refused", f"{_file(target)} does not have {target.function} any more"
     if found not in prints:
-        reason = f"{target.function} differs from all releases that kvfix knows; kvfix probes it when an engine starts"
+        reason = f"kvfix does not know this version of {target.function}, and tests the function when an engine starts"
         return "changed", "unknown", reason
     verdict, reason, _ = applicability.judge_releases(target, prints[found])
     return ("unchanged" if newest in prints[found] else "changed"), verdict, f"{target.function} {reason}"

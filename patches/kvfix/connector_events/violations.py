@@ -153,8 +153,8 @@ def compose(
         "This event:",
         f"  {_at(history, finding.event)}{finding.event.text()}",
     ]
-    if finding.earlier is not None:
-        parts += ["", "contradicts this earlier event:", f"  {_at(history, finding.earlier)}{finding.earlier.text()}"]
+    if (earlier := finding.earlier) is not None:
+        parts += ["", "The event contradicts this earlier event:", f"  {_at(history, earlier)}{earlier.text()}"]
     parts += ["", f"The history of {whose}, in seconds before its last event:", *_history(history, who)]
     parts += ["", *holds] if holds else []
     parts += ["", *(fixes or ["This installation of kvfix has no fix for this violation."])]
@@ -196,7 +196,7 @@ def _fix(row: FixRow) -> str:
     why = row.reason
     texts = {
         "applied": "is applied in this process, but the rule was violated: please report this",
-        "applicable": f"fixes this, but is not applied in this process ({why}): kvfix.apply(), or kvfix run -- CMD",
-        "opt-in": f"fixes this, but is opt-in: kvfix explain {row.code}, then kvfix run --plus {row.code} -- CMD",
+        "applicable": f"fixes this, but is not applied in this process ({why}). Use kvfix.apply() or kvfix run -- CMD",
+        "opt-in": f"fixes this, but is opt-in. Run kvfix explain {row.code}, then kvfix run --plus {row.code} -- CMD",
     }
     return f"{row.code} {row.slug} {texts.get(row.verdict, f'may fix this; {row.verdict}: {why}')}"

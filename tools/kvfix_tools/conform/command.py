@@ -32,7 +32,7 @@ def conform(
     connector: Annotated[str, typer.Argument(metavar="MODULE:CLASS", help=_CONNECTOR)],
     config: Annotated[str, value("JSON", _CONFIG)] = "{}",
     lose: Annotated[str, value("MODULE:FUNCTION", _LOSE)] = "",
-    seconds: Annotated[float, typer.Option(help="Seconds for random schedules, after the fixed scenarios.")] = 30.0,
+    seconds: Annotated[float, typer.Option(help="Seconds for random schedules, played after the scenarios.")] = 30.0,
     seeds: Annotated[str, value("A:B", "Draw schedules with these seeds.")] = "0:100000",
     fixes: Annotated[bool, typer.Option(help="Apply kvfix's fixes for vllm.v1.core, or no fix.")] = True,
     json: Json = False,
@@ -114,7 +114,7 @@ def show(done: Run) -> None:
         f"{done.counts.get('loaded_tokens', 0)} tokens loaded, {done.seconds:.0f} s"
     )
     if done.stand_in:
-        print(f"a part of the connector was replaced for this test: {done.stand_in}")
+        print(f"kvfix replaced a part of the connector for this test: {done.stand_in}")
     if done.tested_nothing:
         print(done.tested_nothing)
 

@@ -20,7 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("kvfix", "test a KV connector against vLLM's connector interface")
     group.addoption("--kv-connector", metavar="MODULE:CLASS", help="test this class, or a connector name of vLLM")
     group.addoption("--kv-config", metavar="JSON", default="{}", help="kv_connector_extra_config as JSON, or @FILE")
-    group.addoption("--kv-lose", metavar="MODULE:FUNCTION", default="", help="call this to delete the stored KV")
+    group.addoption("--kv-lose", metavar="MODULE:FUNCTION", default="", help="call this function to delete stored KV")
     group.addoption("--kv-seconds", metavar="SECONDS", type=float, default=20.0, help="fuzz for this many seconds")
 
 

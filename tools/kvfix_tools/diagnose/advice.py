@@ -108,7 +108,7 @@ def _ahead(log: Diagnosis, found: LogFinding, good: str) -> str:
         return "; ".join(kept)
     named = _UPGRADE.match(good)
     right = f"{named['dist']} {named['release']}" if named is not None else good
-    return f"report it with `{_REPORT}`: {right} should not have this problem, and this log's release is not older"
+    return f"report this problem with `{_REPORT}`: the log's release ({right} or newer) should not have the problem"
 
 
 def _is_behind(log: Diagnosis, found: LogFinding, part: str) -> bool:

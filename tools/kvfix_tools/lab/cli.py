@@ -35,7 +35,7 @@ _MODE = "fix: apply the fixes. check: kvfix also checks its rules in the engine,
 _FIXES_IN = """both: all engines have the fixes. prefill: only the prefill engine has them (NIXL, Mooncake). decode:
 only the decode engine has the fixes (NIXL, Mooncake). one: two engines share a cache, and only the first has the fixes
 (v1, mp)."""
-Fixes = Annotated[bool, typer.Option(help="Apply the fixes of kvfix, or play LMCache and vLLM as released.")]
+Fixes = Annotated[bool, typer.Option(help="--fixes: apply the fixes. --no-fixes: run LMCache and vLLM as released.")]
 
 
 @app.command("list")
@@ -83,7 +83,7 @@ def fuzz_connector(
     fixes: Fixes = True,
     mode: Annotated[Literal["fix", "check"], typer.Option(help=_MODE)] = "fix",
     fixes_in: Annotated[str, typer.Option(help=_FIXES_IN)] = "both",
-    plain: Annotated[bool, typer.Option(help="Use LMCache's defaults. Play no faults and no aborts.")] = False,
+    plain: Annotated[bool, typer.Option(help="Use LMCache's defaults. Draw no faults and no aborts.")] = False,
     shrink: Annotated[float, value("SECONDS", "Search this long for a shorter schedule. 0: do not search.")] = 20.0,
     jobs: Annotated[int, typer.Option(min=1, metavar="N", help="Use this many processes.")] = 1,
     notes: Annotated[Path | None, value("FILE", "Note progress in this file, and continue from it.")] = None,
@@ -141,7 +141,7 @@ def play_schedule(
         here = releases.versions()
         if found_on != here:
             was, has = map(_versions, (found_on, here))
-            raise ValueError(f"the schedule was found on {was}; installed here: {has}")
+            raise ValueError(f"the schedule was saved with {was}, but {has} is installed. Install {was}")
         if why := releases.cannot_play_options(schedule.options):
             raise ValueError(f"not applicable: {why}")
     with runner.applied(fixes):

@@ -11,23 +11,23 @@ class Known(NamedTuple):
     module: str | None = None  # module of the class, if vLLM has another class with the same name
 
 
-_SINCE_0_32 = {"vllm": (">=0.32", "earlier ones were not tried")}
-_WITH_LMCACHE = {**_SINCE_0_32, "lmcache": (">=0.5.6", "earlier ones were not tried")}
+_SINCE_0_32 = {"vllm": (">=0.32", "earlier releases of vLLM were not tried")}
+_WITH_LMCACHE = {**_SINCE_0_32, "lmcache": (">=0.5.6", "earlier releases of LMCache were not tried")}
 KNOWN = {
     "v1": Known(
         "LMCacheConnectorV1",
         "v1:V1",
         {
-            "lmcache": (">=0.3.9", "earlier ones do not import under vLLM 0.11 and later"),
-            "vllm": (">=0.11.2", "earlier ones were not tried"),
+            "lmcache": (">=0.3.9", "earlier releases of LMCache cannot be imported with vLLM 0.11 and later"),
+            "vllm": (">=0.11.2", "earlier releases of vLLM were not tried"),
         },
     ),
     "mp": Known(
         "LMCacheMPConnector",
         "mp:MP",
         {
-            "lmcache": (">=0.4.5", "earlier ones have no connector that vLLM takes for LMCacheMPConnector"),
-            "vllm": (">=0.22.0", "LMCache's connector imports what earlier ones do not have"),
+            "lmcache": (">=0.4.5", "earlier releases of LMCache lack a class that vLLM loads as LMCacheMPConnector"),
+            "vllm": (">=0.22.0", "LMCache's connector imports names that earlier releases of vLLM do not have"),
         },
         "lmcache.integration.vllm.lmcache_mp_connector",
     ),
@@ -37,7 +37,7 @@ KNOWN = {
         {
             "lmcache": (
                 ">=0.4.4,<0.4.7",
-                "vLLM's copy does not import with earlier ones. With later ones the engine ends at its start "
+                "vLLM's copy cannot be imported with earlier LMCache. With later LMCache the engine ends at its start "
                 "with a TypeError. The copy calls ParallelStrategy with seven arguments (vllm lmcache_mp_connector.py "
                 "0.32.0, 0.33.0:120) where 0.4.7 takes five (lmcache vllm_multi_process_adapter.py 0.4.7:284). It "
                 "calls the adapter with a server_url (:131) where 0.5.0 to 0.5.6 take server_urls (0.5.6:673)",
@@ -168,19 +168,19 @@ class Options:
         not_by_nixl = self.real_transfers and self.connector not in BY_NIXL
         of_server = (self.connector, self.ranks, self.chunk_size) == ("mp", 1, SERVER_CHUNK)
         refused: dict[str, Any] = {
-            "the lab plays a MultiConnector with one rank": several and (self.beside or self.offloading),
-            f"the lab plays two engines with several ranks with {', '.join(WITH_RANKS)}": (
+            "the lab plays a MultiConnector only with one rank": several and (self.beside or self.offloading),
+            f"the lab plays two engines with several ranks only with {', '.join(WITH_RANKS)}": (
                 self.connector in PAIRS and self.connector not in WITH_RANKS and (several or self.peer_ranks)
             ),
-            "the lab plays pipeline parallelism with more than one rank and without a drafter": (
+            "the lab plays pipeline parallelism only with more than one rank and without a drafter": (
                 self.pipeline and (not several or self.drafter)
             ),
             "the lab plays context parallelism only with mp, with several ranks that share each block's tokens, "
             "without pipeline parallelism and with one KV group": (
                 self.context and (self.connector != "mp" or not several or cannot_share)
             ),
-            f"the lab plays real transfers with {', '.join(BY_NIXL)}": not_by_nixl,
-            "the lab plays SimpleCPUOffloadConnector alone, or with v1 if the option `offloading` is set": (
+            f"the lab plays real transfers only with {', '.join(BY_NIXL)}": not_by_nixl,
+            "the lab plays SimpleCPUOffloadConnector only alone, or with v1 if the option `offloading` is set": (
                 self.simple_offloading and (self.connector != "v1" or not self.offloading)
             ),
             "the SimpleCPUOffloadConnector does nothing without prefix caching": simple and not self.prefix_caching,

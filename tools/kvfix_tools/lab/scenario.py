@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 CONTENT = "only the contents of slots or chunks show the bug"
 SERVER = "only the server of the multi-process connector holds the state"
 REQUEST = "no hook call is wrong: only the result of a request shows the bug"
-MEMORY = "the connector keeps the state for a while on purpose: no hook shows that it keeps the state for ever"
+MEMORY = "the connector keeps the state for a while on purpose, and no hook shows that the state is kept for ever"
 LAYERS = "a hook that is called for each layer raises, and kvfix does not watch these hooks without `layers=yes`"
 WORKER = "the fetched chunks are in a queue of LMCache that has no request ids"
 #: The lab's rules for the contents of slots and chunks.

@@ -108,7 +108,7 @@ def _answer(process: Process, folder: SharedFolder, script: str, token: str, lin
         except FileNotFoundError:
             pass
         except OSError as error:
-            raise Refused(f"process {process.pid} answered by a link, pipe or another user's file: {error}") from error
+            raise Refused(f"process {process.pid} sent a link, pipe or another user's file: {error}") from error
         if not process.is_alive():
             raise Refused(f"process {process.pid} has ended", "")
         if not folder.has(script) and folder.has(token):

@@ -101,7 +101,7 @@ def why_none(pid: int) -> str:
     with suppress(psutil.Error):
         name = f" ({psutil.Process(pid).name()})"
     return (
-        f"process {pid}{name} has not loaded vLLM or LMCache, and none of its child processes has. "
+        f"neither process {pid}{name} nor any of its child processes has loaded vLLM or LMCache. "
         "Give the process id of a process of the engine."
     )
 

@@ -107,5 +107,5 @@ FIX = Fix(
     effect="wrong output",
     evidence={"KVR014": r"used again"},
     scenarios=("mp-window-freed-while-stored", "mp-window-freed-at-end", "mp-state-freed-while-stored"),
-    no_patch={"lmcache": "vLLM and LMCache must decide which of them keeps a block until it is stored"},
+    no_patch={"lmcache": "vLLM and LMCache must decide which of the two keeps a block until the block is stored"},
 )

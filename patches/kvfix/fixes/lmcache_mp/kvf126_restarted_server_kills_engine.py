@@ -86,8 +86,8 @@ def _is_needed(heartbeat: Any) -> bool:
 def register_again(heartbeat: Any) -> None:
     heartbeat._health_event.clear()
     engine_log.warning(
-        "KVF126: the connection to the LMCache server was lost; the worker registers again. Loads and stores until "
-        "then have failed, and vLLM computes their tokens."
+        "KVF126: the connection to the LMCache server was lost; the worker registers again. Until the worker "
+        "is registered, loads and stores fail, and vLLM computes the tokens of failed loads."
     )
 
 

@@ -37,7 +37,7 @@ def _capped(log: Diagnosis, line: LogLine) -> bool | None:
 def tokens_mismatch(log: Diagnosis, line: LogLine) -> Answers:
     f = line.fields
     if _asserts(line, "assert num_new_tokens > 0") and log.releases.within("lmcache", "==0.3.10"):
-        what = "the whole hit was promised, so no token of the request is left to compute"
+        what = "LMCache promised the whole hit, so vLLM has no token of the request left to compute"
         yield "cached-hit-promised-whole", Answer(what)
     if f["meaning"] != "mismatch":
         return
@@ -46,7 +46,7 @@ def tokens_mismatch(log: Diagnosis, line: LogLine) -> Answers:
     sentence += f"; vLLM had {f['computed']} computed tokens"
     capped = _capped(log, line)
     if capped:
-        cut = "; the load was cut to whole chunks, but the promise was not"
+        cut = "; LMCache cut the load to whole chunks, but promised the tokens of the uncut load"
         yield "capped-load-unaligned", Answer(sentence + cut)
     elif f["computed"] and capped is None:
         sentence += ". The log does not show LMCache's release: 0.3.10 has this bug. From 0.4.7 on, "

@@ -37,7 +37,7 @@ def asked_for_ever(log: Diagnosis, line: LogLine) -> Answer | None:
     head.asked = asked
     same = f"the same answer: hit {f.get('hit')}, need to load {f.get('need')}"
     busy = "" if moving is not None else "; the log lacks vLLM's statistics, so the engine may be only busy"
-    return Answer(f"asked at least {POLLS} times in a row with {same}{busy}", sure=moving is not None)
+    return Answer(f"vLLM repeated the lookup at least {POLLS} times, and got {same}{busy}", sure=moving is not None)
 
 
 def _answer(fields: Fields) -> tuple[Any, ...]:

@@ -39,8 +39,8 @@ def server_never_asked_again(log: Diagnosis, line: LogLine) -> Answer | None:
 
 @finding
 def transfer_mode_mismatch(log: Diagnosis, line: LogLine) -> Answer | None:
-    mode = f"; its transfer mode is {log.last['transfer_mode'].fields['mode']}" if log.counts["transfer_mode"] else ""
-    return Answer(f"the server has no handler for {line.fields['operation']}{mode}")
+    mode = f" in transfer mode {log.last['transfer_mode'].fields['mode']}" if log.counts["transfer_mode"] else ""
+    return Answer(f"the server{mode} has no handler for {line.fields['operation']}")
 
 
 @decides("worker-forgotten", "worker-fell-silent")

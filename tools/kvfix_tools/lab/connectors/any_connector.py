@@ -294,8 +294,8 @@ class AnyConnector(Connector):
     def never_given_back(self) -> None:
         for name, request in self.scheduler.requests.items():
             if request.is_finished():
-                what = "its load was never reported as done" if name in self.loads else "it was never reported as sent"
-                self.events.violated(rules.NEVER_GIVEN_BACK, name, f"has ended, and keeps its blocks: {what}")
+                what = "the request's load as done" if name in self.loads else "the request's blocks as sent"
+                self.events.violated(rules.NEVER_GIVEN_BACK, name, f"vLLM keeps the blocks: no worker reported {what}")
 
     def close(self, keep: bool = False) -> None:
         """Shut both roles down, and delete the connector's folder. keep: leave the folder for the next engine."""

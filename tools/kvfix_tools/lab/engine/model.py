@@ -296,7 +296,7 @@ class Model:
                 group.write(name, done, written, len(scheduled or ()), accepted)
             room = len(blocks) * self.memories[0].block_size
             if done + tokens > room:
-                found.append((name, f"the step computes tokens {done} to {done + tokens}, its blocks end at {room}"))
+                found.append((name, f"the step ends at token {done + tokens}, but the request has blocks for {room}"))
             if wrong is None:
                 continue
             if not failed.intersection(blocks):

@@ -271,7 +271,7 @@ class RequestEvents:
         due = self._ledger.histories[name].due
         if due is not None and end < due.end:
             if not self.may_fail.intersection((name, "")):
-                self.violated(rules.LOAD_CAME_SHORT, name, f"loaded up to {end} of {due.end} that were promised")
+                self.violated(rules.LOAD_CAME_SHORT, name, f"loaded up to token {end}, but promised up to {due.end}")
             self.counts["loads_partial" if tokens else "loads_failed"] += 1
             self.counts["loads_of_groups_failed"] += len(self.model.groups) > 1
             self.add(ev.LoadFailed(name, None))
@@ -293,7 +293,7 @@ class RequestEvents:
         if why_not:
             self.violated(rules.STORED_AGAINST_POLICY, name, f"tokens {start} to {end} are stored, and {why_not}")
         if not self.model.prefixes[name].is_prefix(tokens):
-            self.wrong_content(name, f"stores {len(tokens)} tokens that are not the first ones of the request")
+            self.wrong_content(name, f"stores {len(tokens)} tokens, but the request begins with other tokens")
 
     def wrong_content(self, name: str, message: str) -> None:
         self.violated(rules.WRONG_CONTENT, name, message)

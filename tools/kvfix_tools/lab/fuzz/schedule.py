@@ -54,12 +54,12 @@ class Schedule(NamedTuple):
             whole = json.loads(text)
             version = whole["kvfix-schedule"]
             if version != FORMAT:
-                text = f"the schedule has format {version}, but kvfix reads {FORMAT}: draw it again from its seed"
+                text = f"the schedule has format {version}, but kvfix reads {FORMAT}: draw the schedule from its seed"
                 raise ValueError(text)
             steps = tuple(tuple(step) for step in whole["steps"])
             unknown = {str(step[0]) for step in steps} - KINDS
             if unknown:
-                raise ValueError(f"this kvfix knows no step {', '.join(sorted(unknown))}")
+                raise ValueError(f"this version of kvfix has no step {', '.join(sorted(unknown))}")
             options = Options(**whole["options"])
             if options.any_connector and ":" not in options.connector:
                 raise ValueError(f"no connector {options.connector!r}; known: {', '.join(CONNECTORS)}")

@@ -144,6 +144,6 @@ SCENARIOS = {
 _ONE_RANK = SCENARIOS["failed-load-of-one-rank"]
 SCENARIOS["failed-load-of-one-rank-in-producer"] = replace(
     _ONE_RANK,
-    doc="A load fails in one rank of a kv_producer, and the other rank stores the KV computed on top of it.",
+    doc="A load fails in one rank of a kv_producer, and the other rank stores KV computed from wrong blocks.",
     options=replace(_ONE_RANK.options, kv_role="kv_producer"),
 )

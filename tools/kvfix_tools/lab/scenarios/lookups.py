@@ -152,7 +152,7 @@ SCENARIOS = {
         do.step(),  # match(800): answered by a lookup
         do.step(),  # match(800): answered from the lookup cache
         do.free_blocks(),
-        doc="The lookup cache promises the whole hit, although hit and computed tokens together exceed the request.",
+        doc="The lookup cache promises the whole hit, although hit plus computed tokens exceed the request's length.",
         shows="KVR001",
         options=LARGE(),
     ),

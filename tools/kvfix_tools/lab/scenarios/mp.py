@@ -70,7 +70,7 @@ SCENARIOS: dict[str, Any] = {
         [do.serve("before", prompt(140)), do.settle(), do.evict(8)],  # LMCache loses the prompt, vLLM keeps the prompt
         [do.serve("r", prompt(270)), do.settle(), do.expect_stored("r")],
         shows="LAB004",
-        doc="vLLM has N prefix tokens that LMCache lacks: the last N tokens of the prompt are never stored.",
+        doc="If vLLM has cached N tokens that LMCache lacks, LMCache never stores the last N tokens of the prompt.",
         wrong=">=0.4.5,<0.5.6",
     ),
     "mp-ended-ids-kept": mp_scenarios(
@@ -307,7 +307,7 @@ SCENARIOS: dict[str, Any] = {
     "mp-window-stored-null": windows(
         # After a prefix hit, the block list of "r" in KV group 1 begins with null blocks. "short" loads chunk 0.
         [do.serve("first", prompt(256)), do.evict(4), do.store("r", prompt(512)), do.admit("short", prompt(100))],
-        doc="LMCache stores null blocks of a window, because vLLM has a prefix that LMCache has evicted.",
+        doc="LMCache stores an evicted prefix again, but the window's KV group has null blocks for this prefix.",
         shows="LAB001 the step reads token",
         hooks_rule="KVR014",
     ),

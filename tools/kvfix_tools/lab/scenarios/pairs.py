@@ -101,7 +101,7 @@ SCENARIOS = {
     "nixl-refused-peer-stays-refused": pull(
         [do.malform("other_tp_size"), do.ask("wrong", prompt(64)), do.run()],
         [do.faults_end(), do.ask("r", prompt(64, 1))],
-        shows="LAB002 loaded up to 0 of 64",
+        shows="LAB002 loaded up to token 0, but promised up to 64",
     ),
     "nixl-second-load-never-starts": pull(
         [do.malform("decode_too"), do.ask("r", prompt(64), 5), do.step(5), do.on("decode", "preempt", "r-00000002")],
@@ -171,7 +171,7 @@ SCENARIOS = {
         # The heartbeat runs while the request waits for blocks.
         [do.handshakes_take(3), do.on("decode", "take_blocks", 39), do.ask_at_once("r", prompt(64))],
         [do.step(6), do.on("decode", "free_blocks")],
-        shows="LAB002 loaded up to 0 of 64",
+        shows="LAB002 loaded up to token 0, but promised up to 64",
         options=PUSH(
             num_blocks=40, ranks=2, peer_ranks=1, extra={"kv_lease_duration": 3, "push_registration_timeout": 30.0}
         ),

@@ -49,7 +49,7 @@ SCENARIOS = {
     "decode-tokens-left-out": scenario(
         [do.admit("other", prompt(20, seed=1), max_tokens=9), do.admit("r", prompt(43), max_tokens=9), do.step(2)],
         [do.budget(1), do.step(2), do.budget(128)],
-        shows="LAB001 not the first ones",
+        shows="LAB001 begins with other tokens",
         wrong={"vllm": ">=0.11.2", "lmcache": ">=0.3.10,<0.4.3"},
         needs={"lmcache": ">=0.3.10"},
         options=Options(block_size=4, chunk_size=4, async_scheduling=True, lmcache={"save_decode_cache": True}),
