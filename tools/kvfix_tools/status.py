@@ -205,4 +205,4 @@ def _print_rows(selected: Selected, everything: bool) -> None:
     if selected.left_out:
         print(f"{selected.left_out} rows are for connectors that {selected.where} does not name.")
     if left := len(selected.rows) - len(rows):
-        print(f"{left} rows are bugs that this installation does not have (kvfix status --all lists them).")
+        print(f"{left} rows need no action (kvfix status --all lists them).")
