@@ -1,7 +1,7 @@
 # Everything runs from .venv, which is made from the pinned files in requirements/ at first use.
 PY := .venv/bin/python
 # Test processes side by side, on two cores: engines that start and stop wait half of the time. Each needs up to 4 GB.
-WORKERS ?= 3
+WORKERS ?= 4
 # vLLM's imports take 20 s of a core from source, and half of it from the bytecode that the first process leaves.
 unexport PYTHONDONTWRITEBYTECODE
 # A night's run is `make healthy STEPS=1000000 JOBS=2`; what is done is noted, and a run that was stopped goes on.
