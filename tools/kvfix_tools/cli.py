@@ -67,8 +67,8 @@ result with the cached KV."""
 _SYMPTOM = "Describe the symptom, or name a file with the description (-: stdin)."
 _LAUNCHED = "The command that you will launch: vllm serve ..., lmcache server ..."
 _SERVER = "Read the options and the release of the LMCache server from its HTTP port."
-_FAIL_ON = """certain: exit 1 if a finding is certain. An effect: exit 1 if a finding has this effect or a worse
-effect. The effects, worst first: crash, wrong, hang, leak, slow, risk."""
+_FAIL_ON = """certain: exit 1 if a finding is certain. crash, wrong, hang, leak, slow or risk (worst first): exit 1 if a
+finding has this effect or a worse one."""
 _ISSUE = "Write a bug report to post, with versions, settings, a summary of the log, and links to known issues."
 _DECODE = "Address of a decode instance, if URL is a router in front of prefill and decode instances."
 
@@ -165,7 +165,7 @@ def look(
     request: Annotated[str, value("ID", "Show one request in full.")] = "",
     json: Json = False,
     save: Annotated[str, value("FILE", "Save the state, with the blocks of each request.")] = "",
-    core: Annotated[str, value("FILE", "Read a core file (needs kvfix[core]). Exit 1: a thread was in a hook.")] = "",
+    core: Annotated[str, value("FILE", "Read a core file (needs kvfix[core]). 1: a thread was in the connector.")] = "",
 ) -> None:
     """Show why a running engine makes no progress, and what to do. The engine does not need kvfix.
 
@@ -203,7 +203,7 @@ def attach(
 def detach(pid: Pid, wait: Wait = 60.0, json: Json = False) -> None:
     """Remove all fixes from a running engine.
 
-    Exit 0: no process has a fix. 1: a process failed, and the output says why. 77: kvfix cannot trace a process.
+    Exit 0: no process has a fix now. 1: a process failed, and the output says why. 77: kvfix cannot trace a process.
     """
     from kvfix_tools.look import attach
 

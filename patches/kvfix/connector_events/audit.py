@@ -27,7 +27,7 @@ _HELD = "_kvfix_audit"
 _OTHER_WAYS = ("use_layerwise", "enable_blending", "enable_async_loading", "enable_pd")
 #: The values of vLLM's `cache_dtype` with which the KV cache is not quantized.
 _EXACT = ("auto", "half", "float16", "bfloat16", "float", "float32")
-#: `Difference.error` is _NO_NUMBER if the cached KV is not finite, or if only vLLM's KV is zero.
+#: `Difference.error` is _NO_NUMBER if the cached KV is not finite, or if vLLM's KV is zero and the cached KV is not.
 _NO_NUMBER = 1e9
 
 
@@ -134,7 +134,7 @@ def limits(names: Sequence[str], dtype: Any) -> list[float]:
     One rounding causes an error of at most eps / 2. A layer rounds about eight times: norm, QKV, rotary embedding,
     attention, projection, twice in the MLP, residual. The squares of independent errors add up. So the KV of a layer
     has an error of eps / 2 * sqrt(8 * (layer + 1)). Two computations of the KV differ by sqrt(2) times this error. The
-    limit is four times this difference, because weights amplify errors. Unrelated KV of equal norm differs by sqrt(2).
+    limit is four times this difference, because weights amplify errors. Unrelated KVs of equal norm differ by sqrt(2).
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Read the versions, modules, names and arguments of installed packages from files, without importing the packages."""
+"""Read the versions, modules and source code of installed packages from files, without importing the packages."""
 
 import ast
 import re

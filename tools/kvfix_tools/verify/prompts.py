@@ -1,7 +1,8 @@
 """Make the prompts of `kvfix verify`. This module does no input or output.
 
 A prompt starts with random tokens, so no cache has a part of the prompt. A prompt ends with a copy of some of its
-earlier tokens. The model then reads the KV of these tokens, so one wrong chunk far from the end changes the answer.
+earlier tokens. To continue the copy, the model reads the KV of the earlier tokens, so one wrong chunk far from the end
+changes the answer.
 """
 
 import random

@@ -8,7 +8,7 @@ Cause: `update_state_after_alloc` starts a load if LMCache's hit is longer than 
 0.5.4:868), even if vLLM takes 0 tokens of LMCache's hit (`num_external_tokens`).
 
 Fix: If vLLM takes 0 tokens, the fix sets vLLM's own hit to at least LMCache's hit while `update_state_after_alloc`
-runs. The function then frees all locks and starts no load.
+runs. The function then releases all chunks that the lookup has locked, and starts no load.
 - Upstream: https://github.com/LMCache/LMCache/issues/4355, fixed in 0.5.5.
 - Remove when: LMCache 0.5.4 and LMCache's connectors for older vLLM are no longer in use.
 """

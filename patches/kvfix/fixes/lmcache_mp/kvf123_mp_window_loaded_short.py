@@ -4,8 +4,8 @@ Symptom: Prompts that hit vLLM's own prefix cache silently return wrong text. Th
 sliding-window layers, and speculative decoding with more than two modules (`num_speculative_tokens` above 2 with MTP).
 
 Cause: With several modules, the drafter may compute the last tokens again. So vLLM keeps tokens in front of a window
-(`extra_retained_tokens`, v1/core/single_type_kv_cache_manager.py 0.32.0:1154). After a hit, vLLM has a block for these
-tokens, counts the block as loaded, and caches the block. LMCache registers, stores and loads only the window
+(`extra_retained_tokens`, v1/core/single_type_kv_cache_manager.py 0.32.0:1154). After a hit in LMCache, vLLM has a block
+for these tokens, counts the block as loaded, and caches the block. LMCache registers, stores and loads only the window
 (kv_cache_groups.py 0.5.6:129). So nothing is loaded into the block, which keeps the KV of another request.
 
 Fix: The fix registers a longer window with the server: the window plus the extra tokens, rounded up to whole blocks.

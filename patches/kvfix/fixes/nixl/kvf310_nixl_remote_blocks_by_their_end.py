@@ -1,4 +1,4 @@
-"""Wrong text with NixlConnector: blocks are paired from their end, and KV is shifted if prefill has more blocks.
+"""Wrong text with NixlConnector: KV is shifted if prefill has more blocks, as vLLM pairs lists from their end.
 
 Symptom: Requests return wrong text without a message. The bug occurs if the prefill engine has generated more than one
 token, or has computed a different prompt than the decode engine. If the prefill engine has fewer blocks than the decode

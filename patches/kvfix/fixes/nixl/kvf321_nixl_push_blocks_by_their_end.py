@@ -1,4 +1,4 @@
-"""Wrong text with NixlPushConnector: blocks are paired from their end, and KV is shifted if prefill has more blocks.
+"""Wrong text with NixlPushConnector: KV is shifted if prefill has more blocks, as vLLM pairs lists from their end.
 
 Symptom: Requests return wrong text without a message, if the prefill engine has generated more than one token.
 

@@ -27,6 +27,6 @@ FIX = Fix(
     MULTI_CONNECTOR_METRICS.observe(broken="<0.33", probe=shows_bug, fix=observe),
     effect="crash",
     evidence={"KVD517": ""},
-    proof="tests/lab/test_promises.py: the lab has no API server",
+    proof="tests/lab/test_promises.py, because the lab has no API server",
     no_patch={"vllm": "vLLM 0.33.0 does not have this bug"},
 )

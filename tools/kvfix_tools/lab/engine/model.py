@@ -77,8 +77,8 @@ class StateGroup(Group):
     """A KV group of recurrent states (Mamba, in mode "align").
 
     A step reads the state that the previous step has written, and writes the new state to the block of the last token
-    (`preprocess_mamba`, v1/worker/mamba_utils.py 0.32.0:1446). A step with drafts writes several states. The block of
-    the last draft gets the state before all drafts. Each following block gets the state after one more draft. The next
+    (`preprocess_mamba`, v1/worker/mamba_utils.py 0.32.0:1446). A step with drafts writes several states. The first of
+    these blocks gets the state before all drafts. Each following block gets the state after one more draft. The next
     step reads the state after the last accepted draft. If the token before the drafts, or an accepted draft, ends a
     block, the runner copies the state after that token to that block (`postprocess_mamba_fused_kernel`, :369).
     """

@@ -68,7 +68,7 @@ def _draw_nixl(seed: int, connector: str, plain: bool) -> Drawn:
     if push and not plain:
         extra["push_registration_timeout"] = rng.choice((5.0, 30.0))
     elif not plain and rng.random() < 0.25:
-        # in this mode the fix KVF319 does not act if a lease ends during the read, so draw a longer lease
+        # with bidirectional_kv_xfer, KVF319 does not act if a lease ends during a read: use a long lease
         extra |= {"bidirectional_kv_xfer": True, "kv_lease_duration": 30}
         extra |= {"decoder_kv_blocks_ttl": 3, "kv_recompute_threshold": 8}
     options = Options(
@@ -116,7 +116,7 @@ def _step(rng: Random, kind: str, number: int, options: Options, room: int, plai
     engine = rng.choice(_ENGINES)
     if kind in ("ask", "ask_at_once", "ask_decode"):
         tokens = drawn_options.drawn_length(rng, room, block)
-        # with windows, prefill must generate only one token. KVF353 sets this limit, except for a prompt of one token
+        # with windows, prefill must generate one token. KVF353 ensures this, but not for prompts of one token
         more = 1 if options.windows and tokens == 1 else 20
         generated = (rng.choice((1, 1, 1, more)),) if kind != "ask_decode" and not plain else ()
         return (kind, f"r{number}", rng.randrange(3), tokens, rng.choice((1, 2, 5, 20, 30)), *generated)

@@ -54,7 +54,7 @@ class Pair(Engines):
         self.malformed: list[str] = []
         #: {request: its stop token}
         self._stops: dict[str, int] = {}
-        #: {router's id of a request: number of suffixes used}. As in vLLM, each request in an engine gets a new suffix.
+        #: {router's id of a request: number of suffixes}. As in vLLM, a request gets a new suffix in each engine.
         self._ids: Counter[str] = Counter()
         self.seconds = 0.0
         self._counts: Counter[str] = Counter()
@@ -167,7 +167,7 @@ class Pair(Engines):
         self.network.handshake_steps = steps
 
     def writers_take(self, steps: int) -> None:
-        """Set how many steps pass between the wake-up of a writer thread and its work."""
+        """Set how many steps prefill's writer thread waits after its wake-up before it writes KV (push mode)."""
         self.network.writers_take = steps
 
     def restart(self, name: str, blocks: int) -> None:
@@ -236,7 +236,7 @@ class Pair(Engines):
             if engine.scheduler.has_unfinished_requests():
                 engine.request_events.never_end()
                 return False
-        for _ in range(2):  # twice, because an engine keeps a late message until this message times out
+        for _ in range(2):  # twice: the second time ends messages that came during the first
             self.time_passes(self.longest() + 1.0)
             slowest = self.network.delay + self.options.rank_delay
             for _ in range(4 + 4 * slowest + self.network.writers_take):
@@ -354,7 +354,7 @@ class Neighbour(LabEngine):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """In this context, the clock shows this engine's time. LMCache connects clients to this engine's server."""
+        """In this context, the clock shows this engine's time. LMCache's new clients connect to its server."""
         clock.now = lambda: self.request_events.seconds
         if isinstance(self.connector, MP):
             self.connector._replace(import_module(ADAPTER))
@@ -375,7 +375,7 @@ class Neighbours(Engines):
         """Return the engines that play `step`: both, none, or the engine that `number` or the request id selects."""
         kind = step[0]
         if kind in ("step", "new_weights"):
-            # No engine plays new_weights, because the weights of both engines must change at the same time.
+            # The lab skips the step new_weights, because the weights of both engines must change at the same time.
             return self.engines if kind == "step" else ()
         if kind in ("admit", "configured", "session"):
             number = int(step[1].removeprefix("r"))
