@@ -69,8 +69,9 @@ _LAUNCHED = "The command that you will launch: vllm serve ..., lmcache server ..
 _SERVER = "Read the options and the release of the LMCache server from its HTTP port."
 _FAIL_ON = """certain: exit 1 if a finding is certain. crash, wrong, hang, leak, slow or risk (worst first): exit 1 if a
 finding has this effect or a worse one."""
+_CORE = "Read a core file (needs kvfix[core]). Exit 1: at the time of the core file, a thread was in the connector."
 _ISSUE = "Write a bug report to post, with versions, settings, a summary of the log, and links to known issues."
-_DECODE = "Address of a decode instance, if URL is a router in front of prefill and decode instances."
+_DECODE = "Address of a decode instance. Give this address if the server is a router of prefill and decode instances."
 
 
 @app.callback()
@@ -165,7 +166,7 @@ def look(
     request: Annotated[str, value("ID", "Show one request in full.")] = "",
     json: Json = False,
     save: Annotated[str, value("FILE", "Save the state, with the blocks of each request.")] = "",
-    core: Annotated[str, value("FILE", "Read a core file (needs kvfix[core]). 1: a thread was in the connector.")] = "",
+    core: Annotated[str, value("FILE", _CORE)] = "",
 ) -> None:
     """Show why a running engine makes no progress, and what to do. The engine does not need kvfix.
 

@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
         epilog="Exit codes: 0 every byte is right, 1 a byte is wrong or a case crashed, 2 usage error, 77 no test ran.",
     )
     add = options.add_argument
-    backend = "test these copy routines (see --list). Default: all but engine-*. --race and --inject use torch"
+    backend = "test these copy routines (see --list). Default: all but engine-* (for --race or --inject: torch)"
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="use this device; auto: CUDA if present")
     add("--backend", nargs="+", metavar="NAME", help=backend)
     for name, values in AXES.items():
