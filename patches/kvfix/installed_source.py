@@ -125,7 +125,7 @@ def _tokens(span: list[str]) -> list[str]:
     starts: list[tuple[int, int]] = []
     for token in tokenize.generate_tokens(io.StringIO("".join(lines)).readline):
         kind = tokenize.tok_name[token.type]
-        # Python 3.12 and later split an f-string into tokens. Like earlier versions, kvfix uses one token.
+        # Python 3.12 and later split an f-string into tokens. Earlier versions and kvfix use one token.
         if kind in ("FSTRING_START", "TSTRING_START"):
             starts.append(token.start)
         elif kind in ("FSTRING_END", "TSTRING_END"):

@@ -52,7 +52,7 @@ def assert_between(clock: Any, true: float) -> None:
 
 
 class Split:
-    """Splits one recording into a file for the scheduler and a file for each rank, as if each had its own process."""
+    """Splits one recording into a file for the scheduler and a file for each rank, like files of separate processes."""
 
     def __init__(self, text: str) -> None:
         """Give all connectors one engine name, because the lab may give the two roles different names."""
@@ -201,7 +201,7 @@ def test_without_common_events_wall_clocks_are_compared(files: dict[str, Path], 
 
 
 def sequence(text: str) -> list[ev.Event]:
-    """Return an event per character. "A": request A loads. "a": request a stores. "2": B is aborted. "-": any other."""
+    """Return an event per character. "A": request A loads. "a": request a stores. "2": B is aborted. "-": ignored."""
     made: list[ev.Event] = []
     for letter in text:
         if letter == "-":

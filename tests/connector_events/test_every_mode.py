@@ -83,7 +83,7 @@ def play_all(path: str) -> dict[str, Any]:
 
 
 def bounded(play: Any, folder: Path) -> Any:
-    """Exceed the recorder's limits. Return (number of events, last file's size, its last event's number, files)."""
+    """Exceed the recorder's limits. Return (events, bytes of the last file, number of its last event, files)."""
     play("observe", "bounded")
     from kvfix.connector_events import recorder
     from kvfix.session import EVENTS, session

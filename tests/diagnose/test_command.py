@@ -101,7 +101,7 @@ def test_findings_are_shown_when_the_page_cannot_be_written(run: Run, tmp_path: 
 
 
 def test_a_kind_of_failure_is_not_presented_as_its_cause(run: Run, tmp_path: Path) -> None:
-    """A general finding explains what a message usually means. The text and the JSON mark the finding as general."""
+    """A general finding explains what a message usually means. Text and JSON reports mark general findings."""
     log = tmp_path / "engine.log"
     log.write_text(f"{CORE}OSError: [Errno 98] Address already in use\n")
     out = run(str(log))[1]

@@ -194,7 +194,7 @@ class Run:
             pass
 
     def nixl_pair(self) -> None:
-        """Send each request to prefill, then to decode. From request 2 on, `change` changes decode's parameters."""
+        """Send each request to prefill, then to decode. From request 2 on, `case.change` alters decode's parameters."""
         asks = {"do_remote_decode": True, "do_remote_prefill": False}
         with (
             self.running("prefill", keys={"kv_role": "kv_producer"}) as prefill,

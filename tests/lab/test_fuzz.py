@@ -170,7 +170,7 @@ FUZZED: list[tuple[str, str, Sequence[int], str, tuple[str, ...]]] = [
 
 
 def fuzzed(connector: str, plain: bool, mode: str, seeds: list[int], only: str) -> list[Any]:
-    """Return [violations, counts] of each schedule in two rounds. only: an option that schedules must have, or ""."""
+    """Return [violations, counts] of each schedule of the seeds, and of repeated seeds. only: required option or ""."""
 
     def played(seeds: list[int]) -> list[Any]:
         done = map(late.play, (each for each in run.schedules(seeds) if not only or getattr(each.options, only)))

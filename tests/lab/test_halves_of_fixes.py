@@ -210,7 +210,7 @@ def played(fix: Fix, copy: str, fixes: bool) -> list[tuple[str, str]]:
 
 
 def play_replaced() -> dict[str, Any]:
-    """Replace one function at a time. Return the functions that kvfix still wraps, and the changed scenarios."""
+    """Replace one function at a time. Return the functions that kvfix still wraps, and scenarios with a new outcome."""
     found: dict[str, Any] = {}
     every = list(of_several_functions())
     for fix, copy, wrong in every:

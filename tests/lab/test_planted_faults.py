@@ -27,7 +27,7 @@ FETCH, LAYERS = {"enable_async_loading": True}, {"use_layerwise": True}
 ONE = {"loaded_tokens": 64, "preemptions": 1, "stored_tokens": 224}
 STAGES = {**ONE, "steps_in_flight": 6}
 WITH_DRAFTS = {**ONE, **dict.fromkeys(("drafts_proposed", "drafts_accepted", "drafts_rejected"), 6)}
-#: The three prompts of a prefill and decode pair have 310 tokens. The second prompt shares 96 tokens with the first.
+#: The three prompts of a prefill and decode pair have 310 tokens in total. The first two prompts share 96 tokens.
 PAIR = {"loaded_tokens": 310 - 96}
 LEASES, OF_RANKS = {**PAIR, "leases": 3}, {**PAIR, "leases": 3 + 12, "ranks_apart": 1}
 #: BESIDE: decode loads the third prompt from prefill. OWN: decode loads the third prompt from decode's own LMCache.

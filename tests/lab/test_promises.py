@@ -25,7 +25,7 @@ COMPUTES = ["", "RUNNING", 64]
 
 
 def asked(connector: str, role: str, params: dict[str, dict[str, Any]]) -> tuple[Any, list[Any]]:
-    """Return a scheduler with this connector, and its requests. params: kv_transfer_params by request id."""
+    """Return (scheduler with this connector, requests in the scheduler). params: {request id: kv_transfer_params}."""
     from vllm.config import KVTransferConfig
 
     options = Options(block_size=16, num_blocks=32, max_num_batched_tokens=64)

@@ -36,7 +36,7 @@ def test_the_docstring_is_complete(found: Fix) -> None:
 
 @EVERY
 def test_a_wrapper_that_fails_changes_nothing(found: Fix, caplog: Any) -> None:
-    """If a wrapper fails, the engine gets the hook's answer or error. A fail-closed fix may answer without the hook."""
+    """If a wrapper fails, the engine gets the hook's answer or error. A fail-closed fix may give its own answer."""
     is_closed = found.on_fault == "closed"
     for target in found.targets:
         if target.fix is None:
@@ -59,12 +59,12 @@ def test_a_wrapper_that_fails_changes_nothing(found: Fix, caplog: Any) -> None:
             wrap(raises)(instance, request)
 
 
-#: Fixes whose probe needs a running engine or fails on some releases without the bug. A probe shows if code has a bug.
+#: A probe shows if code has a bug. The probes of these fixes need a running engine, or do not fit some releases.
 UNFIT = ("KVF007", "KVF011", "KVF014", "KVF017", "KVF019", "KVF026", "KVF030", "KVF033", "KVF034")
 KNOWN = fingerprints()
 PLAYED = [name for name in KNOWN["lmcache"]["releases"] if Version(name) >= Version("0.3.10")]
-#: Even if one of these fixes is applied, its probe may show the bug, because the fix changes another function. KVF330
-#: acts only if the worker has the attribute `_TOLD`, and the probe's worker does not have this attribute.
+#: Probes of these fixes may show the bug in fixed code. The stubs lack what the fix reads, or the fix is in two parts.
+#: KVF330 acts only if the worker has the attribute that `_TOLD` names. The probe's worker lacks this attribute.
 BLIND = [
     "KVF029", "KVF037", "KVF038", "KVF106", "KVF112", "KVF117", "KVF201", "KVF220", "KVF221", "KVF330", "KVF367",
     "KVF373",
@@ -84,7 +84,7 @@ def targets(dist: str, release: str) -> list[tuple[str, Target]]:
 
 
 def probed(dist: str, release: str) -> list[list[Any]]:
-    """Return [fix code, target, probe's answer] for installed code. Assert that fixed code shows no bug."""
+    """Return a list of [fix code, target, probe's answer] for installed code. Assert that fixed code shows no bug."""
     result: list[list[Any]] = []
     for code, target in targets(dist, release):
         path = installed_source.source_file(target.dist, target.module)
@@ -150,7 +150,7 @@ def test_a_failed_load_answers_even_if_it_cannot_be_recorded(faults: dict[str, i
 
 
 def test_thousands_of_stores_as_one() -> None:
-    """A long prompt in small steps has thousands of stores. Nested `query` calls would raise RecursionError."""
+    """A long prompt in small steps has thousands of stores. Nested calls, one per store, would raise RecursionError."""
     stores = [Future(False) for _ in range(5000)]
     both: Any = stores[0]
     for store in stores[1:]:

@@ -59,7 +59,7 @@ def test_an_inherited_function_has_the_fingerprint_of_its_base(tmp_path: Path) -
 
 
 def test_every_python_computes_the_same(tmp_path: Path, fresh: Fresh) -> None:
-    """kvfix ships fingerprints of functions. Another Python version than the user's may have made the fingerprints."""
+    """kvfix ships fingerprints of functions. The user's Python may be another version than kvfix's developers use."""
     file = release("0.3.10").joinpath(*ADAPTER.split(".")).with_suffix(".py")
     (tmp_path / "tricky.py").write_text(FUNCTION)
     functions = {file: "LMCacheConnectorV1Impl.get_num_new_matched_tokens", tmp_path / "tricky.py": "Connector.hook"}

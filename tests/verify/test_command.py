@@ -31,7 +31,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, tuple[str, ...]]] = 
     "noisy": (NOISY, {}, 0, ("verify same: 48 prompts", "differ by at most")),
     "every hit is wrong": ({**NOISY, **EVERY_HIT}, {}, 1,
         ("SUMMARY: kvfix verify different: wrong for all hits, alone and under load", "kvfix explain KVF020")),
-    # After the first NaN, some computed answers and the noise are NaN too. `Rounds._survey` counts NaN before that.
+    # After the first NaN, some computed answers and the noise are NaN too. `Rounds._survey` counts NaN first.
     "NaN that spoils the noise": ({"spreads_nan": True}, {}, 1,
         ("different: the model computes NaN with KV from the connector", "restart the engine, and empty the cache")),
     # Three wrong answers of 48 are no proof. New prompts of the same kind prove the difference.

@@ -110,7 +110,7 @@ def prompts() -> list[Prompt]:
 
 
 def test_lengths_at_the_borders(prompts: list[Prompt]) -> None:
-    """36 prompts fill whole blocks and add one token. On a repeat, the prefix cache has all tokens but the last."""
+    """36 prompts fill whole blocks and add one token. When repeated, these prompts hit all tokens but the last."""
     assert len(prompts) == 48
     lengths = {"one chunk less one token": 255, "one chunk": 256, "one chunk and one token": 257, "whole chunks": 1024}
     for kind, length in lengths.items():

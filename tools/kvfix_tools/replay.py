@@ -1,8 +1,8 @@
 """`kvfix replay FILE ...`: check recorded events with the ledger, and print findings with their histories.
 
 A ledger checks the events of one process against rules. With several processes, kvfix also compares each rank's loads
-with the scheduler's loads. If both have recorded a load, only the scheduler's ledger checks the load. Only this ledger
-checks ends of leases. A lease is the time for which one engine keeps blocks for another engine (peer_recordings.py).
+with the scheduler's loads. Only the scheduler's ledger checks ends of leases, and loads that rank and scheduler have
+recorded. A lease is the time for which one engine keeps blocks for another engine (peer_recordings.py).
 With a router's log (`router`), a finding about several engines names the log's lines that have the request's id.
 """
 
@@ -23,7 +23,7 @@ from kvfix_tools.recording import Recording
 
 
 class Judged(NamedTuple):
-    """A finding, and the recorder's entry at which the ledger reported it."""
+    """A finding, and the recorder's entry at which the ledger reported the finding."""
 
     finding: Finding
     entry: Entry

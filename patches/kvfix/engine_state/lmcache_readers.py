@@ -197,7 +197,7 @@ class MP(Reader):
         yield from self.containers(worker, self._TRANSFERS, "worker_adapter.")
 
     def left(self, request: str) -> list[str]:
-        """Ignore the lookup of an ended request. The fix KVF105 keeps the lookup until the server answers."""
+        """Ignore the lookup of an ended request if the fix KVF105 keeps the lookup until the server answers."""
         found = super().left(request)
         if request in getattr(self.connector, "_kvfix_looking", ()):
             return [where for where in found if not where.startswith("scheduler_adapter.")]

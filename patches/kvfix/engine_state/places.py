@@ -45,7 +45,7 @@ def process_name() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return {"vllm": version, "lmcache": version}, without a package that this process has not imported."""
+    """Return {"vllm": version, "lmcache": version}. Omit a package that this process has not imported."""
     found = {}
     for dist in ("vllm", "lmcache"):
         for name in (f"{dist}._version", f"{dist}.version", dist):
@@ -75,7 +75,7 @@ def outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _is_ours(frame: FrameType) -> bool:
-    """Compare with __package__ too, because `kvfix look` loads this package under another name."""
+    """Compare the frame's package with __package__ too, because `kvfix look` loads this package under another name."""
     package = str(frame.f_globals.get("__package__") or "")
     return package == __package__ or package.startswith("kvfix.")
 
@@ -85,7 +85,7 @@ def calls(frames: Iterable[FrameType]) -> list[Call]:
 
 
 def dump() -> str:
-    """Return the stacks of all threads, as faulthandler writes them. Meanwhile, no other thread can run Python."""
+    """Return faulthandler's text with the stacks of all threads. During the call, no other thread can run Python."""
     with open(os.memfd_create("kvfix"), "w+") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)

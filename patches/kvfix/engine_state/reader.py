@@ -7,7 +7,7 @@ but checks no more rules. `kvfix look` and the watchdog may call `add_state` at 
 from collections.abc import Collection, Iterable
 from typing import Any
 
-#: (request id, start, end): a transfer of the request's tokens, without the token at `end`.
+#: (request id, start, end): a transfer of the request's tokens from `start` to `end` - 1.
 Span = tuple[str, int, int]
 Spans = list[Span] | None  # None: not known
 #: `Reader.kept` yields this name for the chunks that lookups have pinned for loads.
@@ -88,7 +88,7 @@ class Reader:
         return None
 
     def lease(self, answer: Any) -> float | None:
-        """Return for how many seconds vLLM keeps a request's blocks, or None. answer: result of `request_finished`."""
+        """Return how many seconds vLLM keeps a request's blocks (None: not known). answer: from `request_finished`."""
         return None
 
     def lease_name(self, request: Any) -> str:

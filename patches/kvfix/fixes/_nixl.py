@@ -66,7 +66,7 @@ def remote_prefill(tokens: int, request_id: str = stubs.NAME, **params: Any) -> 
 
 
 def finished_prefill(tokens: int, **more: Any) -> Any:
-    """Return, for probes, a request that has ended on the prefill instance. A decode instance will read its blocks."""
+    """Return, for probes, a request that has ended on the prefill instance. A decode instance will read the blocks."""
     from vllm.v1.request import RequestStatus
 
     params, status = {"do_remote_decode": True}, RequestStatus.FINISHED_LENGTH_CAPPED

@@ -21,7 +21,7 @@ def all_stores_fail(scheduler: Any, *_: Any, **__: Any) -> Any:
 
 
 def fails_jobs(mark: str, find: Callable[[Any, Any], Collection[int]]) -> Fixing:
-    """Return a fix for `update_connector_output`. With the fix, a job that a worker reports as failed ends as failed.
+    """Return a fix for `update_connector_output`. The fix ends a job (a copy) as failed if a worker reports a failure.
 
     After a failed store, the manager drops the store's chunks. If the store's request still runs, the scheduler stores
     all chunks of this request again. After a failed load, the request loads nothing more.

@@ -94,6 +94,6 @@ def compute(request: Any) -> None:
     """Set `do_remote_prefill` to False, so that the request computes its prompt.
 
     If `do_remote_prefill` stays True, `update_state_after_alloc` can tell the prefill engine to free the blocks. After
-    an abort, `request_finished` can do so too. Another request may still read these blocks.
+    an abort, `request_finished` can also tell this to the prefill engine. Another request may still read the blocks.
     """
     request.kv_transfer_params = {**request.kv_transfer_params, "do_remote_prefill": False}

@@ -78,7 +78,7 @@ def _message(line: bytes) -> str | None:
 
 
 def _level(data: dict[str, Any], text: str) -> str:
-    """Return the message with the level of the JSON object in front, unless the message begins with a level."""
+    """Put the level of the JSON object in front of the message, unless the message begins with a level."""
     level = str(data.get("level") or data.get("levelname") or data.get("severity") or "").upper()
     known = level in ("WARNING", "ERROR", "CRITICAL", "FATAL", "WARN")
     return f"{level} {text}" if known and not _LEVELLED.match(text.encode("utf-8", "replace")) else text

@@ -19,7 +19,7 @@ NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
 FILE, CHECKS = (Path(__file__).with_name(name) for name in ("statements.json", "checks.json"))
 _CONVERSION = re.compile(r"%[-+ #0]*\d*(?:\.\d+)?[diouxXeEfFgGcrs]|%%")
 _PLACE = re.compile(rf"{_CONVERSION.pattern}|\{{\}}")
-#: A text identifies a line if this many characters are outside values. `_fits` needs these characters in one piece.
+#: A text identifies a line if it has _TELLS characters outside values. `_fits` needs one piece with _TELLS characters.
 _TELLS = 16
 _QUOTES, _VALUE = str.maketrans({'"': "'", " ": None, "\n": None}), "\0"
 _NO_ATTRIBUTE = re.compile(r"(?:' object|^module '[\w.]+') has no attribute '")
@@ -98,7 +98,7 @@ def table(data: dict[str, Any]) -> Table:
 
 @lru_cache(maxsize=1)
 def checks() -> dict[str, tuple[list[str], Table]]:
-    """Return {distribution: (releases, oldest first; table of checks)}."""
+    """Return {distribution: (releases, table of checks)}. The oldest release is first."""
     return {dist: (data["releases"], table(data)) for dist, data in json.loads(CHECKS.read_text()).items()}
 
 

@@ -62,7 +62,7 @@ _NO_STATEMENTS = ("up", "answered_500", "recorded", *grammar.RELEASE_IN)
 class Headless(enum.IntEnum):
     """Selects the lines that kvfix parses although these lines lack a logger's prefix.
 
-    ALL: all lines, for an engine's log. WHOLE: lines that are whole messages, for a paste with few other lines.
+    ALL: all lines, for an engine's log. WHOLE: lines that are whole messages, for a paste that is mostly messages.
     NONE: only recorder lines and NATIVE errors, for documentation or another program's log.
     """
 
@@ -139,7 +139,7 @@ class Other:
 
     @cached_property
     def level(self) -> str:
-        """The level in vLLM's or another logger's prefix; "" if the line has none."""
+        """The level in vLLM's or another logger's prefix, or "" if the line has no level."""
         if self._head is not None:
             return self._head[1].decode().lower()
         other = _OTHER.search(self._text[:_LEVELLED])
@@ -150,7 +150,7 @@ class Other:
 
     @cached_property
     def place(self) -> str:
-        """File and line of the vLLM statement that the prefix names; "" for other loggers."""
+        """File and line of the vLLM statement that the prefix names, or "" for other loggers."""
         return self._head[2].decode("utf-8", "replace") if self._head is not None else ""
 
     @cached_property

@@ -112,7 +112,7 @@ class Tracebacks:
         self._groups: dict[str, tuple[Fields, bool]] = {}
 
     def take(self, process: str, part: Part) -> tuple[bool, Fields | None]:
-        """Return (True if the line is part of a traceback, exception whose traceback has ended or None)."""
+        """Return (True if the line is part of a traceback, the exception if its traceback has ended, else None)."""
         known = self.open.get(process)
         if known is None and not part.sure:
             return False, None
@@ -223,7 +223,7 @@ class Stacks:
         self._frames: list[Frame] = []
 
     def take(self, text: bytes) -> tuple[bool, Fields | None]:
-        """Return (True if the line is part of a dump, thread whose stack has ended or None)."""
+        """Return (True if the line is part of a dump, the thread if its stack has ended, else None)."""
         thread, process = _THREAD.match(text), _STACK_PROCESS.match(text)
         if thread is None and process is None:
             frame = _STACK_FRAME.match(text) if self.open is not None else None

@@ -124,7 +124,7 @@ def in_process(chunk: int, **settings: Any) -> Json:
 def server(
     log: Path, chunk: int, environment: dict[str, str], start: tuple[str, ...] = (), options: tuple[str, ...] = ANY_MODE
 ) -> Iterator[Json]:
-    """Run `lmcache server`, and yield a kv_transfer_config with its port. start: words to put before the command."""
+    """Run `lmcache server`, and yield a kv_transfer_config with the server's port. start: words before the command."""
     program = shutil.which("lmcache", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     if program is None:
         raise FileNotFoundError("the program lmcache is not on PATH")

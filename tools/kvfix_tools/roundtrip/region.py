@@ -69,7 +69,7 @@ class Region:
     verified: int = 0  # number of bytes that compare() has checked
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return a view of each section: [rows, words of a row]."""
+        """Return a view of each section, with the shape [rows, words of a row]."""
         size = self.geometry.row_words
         return [self.words[each.start :][: each.rows * size].view(-1, size) for each in self.sections]
 

@@ -1,4 +1,4 @@
-"""The report of a run: progress, a table for each backend, descriptions of failures, and JSON."""
+"""The report of a run of `kvfix roundtrip`: progress, a table for each backend, descriptions of failures, and JSON."""
 
 import argparse
 import json

@@ -102,7 +102,7 @@ class Rounds:
         return ""
 
     def _compute(self, prompts: list[Prompt]) -> list[Case]:
-        """Compute all prompts. Then measure controls (compare.py), while the GPU's prefix cache still has their KV."""
+        """Compute all prompts. Then measure controls (compare.py), while the GPU's prefix cache has the prompts' KV."""
         cases: list[Case] = []
         for group in self._groups(prompts):
             self.say(f"cold: {len(cases)} of {len(prompts)} prompts")

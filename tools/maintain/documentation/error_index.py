@@ -77,7 +77,7 @@ def _quoted(fix: Fix) -> list[str]:
 
 
 def _kind(span: str) -> str:
-    """Return the kind of line to which this text belongs; "" if the text belongs to no kind."""
+    """Return the kind of line to which this text belongs, or "" if the text belongs to no kind."""
     for message in grammar.MESSAGES:
         literal = message.literal.decode().strip()
         if len(literal) > 12 and literal in span:
@@ -96,7 +96,7 @@ def messages() -> str:
 
 
 def _about(entry: Entry) -> tuple[str, str]:
-    """Return the second and third table cell: effect and title of the entry's findings, or else of its first fix."""
+    """Return the cells `effect` and `what it is`. If the entry has no finding, describe the entry's first fix."""
     effect = entry.severity.word if entry.severity else ""
     if len(entry.rules) == 1:
         return effect, f"{link(entry.rules[0].code, up='')} {entry.rules[0].title}"

@@ -106,7 +106,7 @@ def metadata_shows_bug(hook: Any, adapter: Any) -> bool:
 
 
 def _layers(adapter: Any, **meta: Any) -> tuple[Any, list[Any]]:
-    """Return a worker that loads or saves one request layer by layer, and the list of calls to its cache engine."""
+    """Return a worker that loads or saves one request layer by layer, and the calls to the worker's cache engine."""
     calls = stubs.Calls(iter([None, None, None]))
     engine = stubs.Stub(retrieve_layer=calls, store_layer=calls)
     request = stubs.metadata(16, request_configs={TAG: "a"}, **meta)

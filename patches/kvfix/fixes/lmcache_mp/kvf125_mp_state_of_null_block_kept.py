@@ -7,7 +7,7 @@ options of `lmcache server`, a step that computes more tokens than a block holds
 Cause: With `mamba_cache_mode="align"`, vLLM keeps only the state block at the end of a step. All other blocks of the
 state are null block 0. The server stores a chunk as one or several objects. The server leaves out an object only
 if all blocks of all its KV groups are null (`all_null_chunk_masks`, modules/lmcache_driven_transfer.py 0.5.6:85). By
-default one object has all KV groups. Blocks of full attention are never null, so the server stores a null block.
+default one object has all KV groups. Blocks of full attention are never null, so the server stores the object.
 
 Fix: With the fix, the server also leaves out an object if the chunk's last block is null in any KV group of the object.
 For a state, the server stores only the last block. A hit whose window reaches into the chunk also needs the last block.

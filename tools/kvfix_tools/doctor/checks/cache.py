@@ -112,7 +112,7 @@ def _shared(setup: Setup) -> list[str]:
 
 
 def _no_bytes(setup: Setup) -> str:
-    """Return why this LMCache cannot use vLLM's hashes, which are bytes (KVD739, KVD738), or "" without a reason."""
+    """Return why this LMCache cannot use vLLM's hashes, which are bytes (KVD739, KVD738), or "" if it can."""
     if setup.lmcache is None or "-> bytes" not in setup.packages.text("vllm.utils.hashing"):
         return ""
     stored = setup.setting("remote_url") or setup.setting("local_disk")
@@ -124,7 +124,7 @@ def _no_bytes(setup: Setup) -> str:
 
 
 def _hashes_none(setup: Setup) -> bool:
-    """Return True if LMCache hashes None, and the hash differs by process, as before Python 3.12 (KVF901)."""
+    """Return True if LMCache hashes None. Before Python 3.12, the hash of None differs between processes (KVF901)."""
     source = setup.packages.text("lmcache.v1.token_database")
     return bool(source) and "_canonicalize_hash_inputs" not in source and sys.version_info < (3, 12)
 
@@ -134,7 +134,7 @@ def transfer_mode(setup: Setup) -> Iterator[Line]:
     """The server supports the transfer mode that the multi-process worker asks for."""
     if setup.mp is None:
         return
-    # The connector's key overrides the variable (vllm_multi_process_adapter.py 0.5.6, ExtraConfigDefault).
+    # The connector's key overrides the environment variable (vllm_multi_process_adapter.py 0.5.6, ExtraConfigDefault).
     given = setup.mp.extra.get("lmcache.mp.mp_transfer_mode") or setup.environment.get("LMCACHE_MP_TRANSFER_MODE")
     mode = str(given or "auto").lower()
     for server in setup.servers:

@@ -208,7 +208,7 @@ def together(setup: Setup) -> Iterator[Line]:
 
 
 def _read(setup: Setup, connector: Connector, vllm: Package, lmcache: Package) -> tuple[str, list[fit.Misfit]]:
-    """Return (name of the connector in the lab, misfits of vLLM and LMCache)."""
+    """Return (name that `kvfix lab` uses for the connector, misfits between vLLM and LMCache)."""
     own = f"{VLLM_CONNECTORS}.{READERS[connector.is_v1][1]}"
     if connector.is_v1:
         missing = [] if lmcache.file(IN_PROCESS) else [fit.Misfit(f"{own}", f"No module named '{IN_PROCESS}'")]
@@ -217,7 +217,7 @@ def _read(setup: Setup, connector: Connector, vllm: Package, lmcache: Package) -
     if connector.module.startswith("lmcache"):
         return "mp", fit.misfits((lmcache, connector.module), vllm)
     ours = fit.misfits((vllm, own), lmcache)
-    # vLLM prefers LMCache's class (lmcache_mp_connector.py 0.32.0:1191), but always imports its own module.
+    # vLLM prefers LMCache's class (lmcache_mp_connector.py 0.32.0:1191), but always imports vLLM's module.
     resolves, in_tree = "_resolve_lmcache_mp_connector", setup.environment.get("LMCACHE_USE_UPSTREAM_MP")
     prefers = resolves in setup.packages.text(own) and not in_tree
     if prefers and lmcache.file(MULTI_PROCESS) and not any(_is_import(each) for each in theirs):

@@ -110,7 +110,7 @@ class Contract:
 
 
 def kept_requests(connector: Any, ids: set[str]) -> dict[str, set[str]]:
-    """Return {attribute: ids in it}. Search the connector and the objects in it that are from its package."""
+    """Return {attribute: ids that the attribute holds}. Search the connector and its objects from the same package."""
     found: dict[str, set[str]] = {}
     seen: set[int] = set()
     waiting: list[tuple[str, Any, int]] = [(type(connector).__name__, connector, 0)]

@@ -236,7 +236,7 @@ class Pair(Engines):
             if engine.scheduler.has_unfinished_requests():
                 engine.request_events.never_end()
                 return False
-        for _ in range(2):  # twice: the second time ends messages that came during the first
+        for _ in range(2):  # the second pass handles messages that came during the first pass
             self.time_passes(self.longest() + 1.0)
             slowest = self.network.delay + self.options.rank_delay
             for _ in range(4 + 4 * slowest + self.network.writers_take):
@@ -354,7 +354,7 @@ class Neighbour(LabEngine):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """In this context, the clock shows this engine's time. LMCache's new clients connect to its server."""
+        """In this context, the clock shows this engine's time, and new LMCache clients use this engine's server."""
         clock.now = lambda: self.request_events.seconds
         if isinstance(self.connector, MP):
             self.connector._replace(import_module(ADAPTER))

@@ -48,7 +48,7 @@ SCENARIOS = {
         options=Options(max_num_batched_tokens=512, async_scheduling=True, kv_load_failure_policy="recompute"),
     ),
     "failed-load-keeps-output-of-stages": scenario(
-        # The load brings 16 of 64 tokens. Steps from tokens 128 and 192 are in flight too, in the pipeline ranks.
+        # The load brings 16 of 64 tokens. The steps that begin at tokens 128 and 192 are in flight too.
         [do.stored_elsewhere(prompt(64)), do.admit("r", prompt(230), max_tokens=2), do.fail_load("r", 1)],
         doc="A load fails while two more chunks of the prompt are in flight: vLLM keeps the token of the last chunk.",
         shows="LAB008",
