@@ -4,13 +4,13 @@ In this module, the answer of a function is its return value. The wrapped functi
 passed them. The code of a wrapper gets the arguments by position, with the defaults filled in, because callers in
 different releases pass different arguments by name.
 
-A wrapper runs its code (`prepare`, `change` or `steps`) only if `when` returns true for the same arguments. To save
-time, a wrapper may also have an attribute `only`: (instance) -> bool. A call skips all wrappers with an `only` if every
-`only` returns false. For one instance, `only` must always return the same answer.
+A wrapper runs its code (`prepare`, `change` or `steps`) only if `when` returns true for the arguments of the call. To
+save time, a wrapper may also have an attribute `only`: (instance) -> bool. A call skips all wrappers with an `only` if
+every `only` returns false. For one instance, `only` must always return the same answer.
 
-If the code of a wrapper raises, kvfix counts the error and logs it once. The engine continues with the answer that
-`on_fault` returns. Most fixes for a crash, leak or hang have no `on_fault`. The caller then gets the function's own
-answer. A fix for wrong KV has an `on_fault` that reports a failed load, skips a store or promises 0 tokens. An
+If the code of a wrapper raises, kvfix counts the error and logs the error once. The engine continues with the answer
+that `on_fault` returns. Most fixes for a crash, leak or hang have no `on_fault`. The caller then gets the function's
+own answer. A fix for wrong KV has an `on_fault` that reports a failed load, skips a store or promises 0 tokens. An
 `on_fault` may instead make the call safe and return GO_ON. Fixes share the `on_fault` functions in `fixes._closed`.
 """
 
@@ -309,7 +309,7 @@ def _count_parameters(function: Function) -> int:
 def positional(function: Function) -> Callable[[tuple[Any, ...], dict[str, Any]], Arguments]:
     """Return a function that sorts the arguments of a call by position and fills in the defaults.
 
-    `inspect.Signature.bind` would take 5 microseconds more for every call of every wrapper.
+    The slower `inspect.Signature.bind` would add 5 microseconds to each call of a wrapper.
     """
     inner = inspect.unwrap(function)
     if not isinstance(inner, FunctionType):

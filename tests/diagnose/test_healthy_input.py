@@ -32,7 +32,7 @@ def parts(whole: list[bytes], step: int) -> Iterator[list[bytes]]:
 
 
 def found(text: bytes, general: bool = False) -> list[str]:
-    """Return the codes of findings that are not notes. general: add notes of general records, except KVD1041."""
+    """Return the codes of findings that are not notes. general: add notes of records with `general`, except KVD1041."""
     return [
         each.rule.code
         for each in diagnosed(text).findings

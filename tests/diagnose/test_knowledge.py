@@ -1,4 +1,4 @@
-"""Test that records of known problems are valid, and have signs in released source. No log line fits two records."""
+"""Test the records of known problems. Released source has their signs (texts of logs). No log line fits two records."""
 
 import re
 from collections.abc import Mapping
@@ -102,7 +102,7 @@ def test_a_mistake_names_the_file_and_the_record(line: str, says: str, tmp_path:
 
 #: The first examined releases. The tests read the source of vLLM 0.32.0, and checks.json for other releases of vLLM.
 FIRST = {"lmcache": Version("0.3.9"), "vllm": Version("0.11.2")}
-_JOINT = re.compile(r"""["']\s*\n\s*[rbf]*["']""")  # between two literals of one string
+_JOINT = re.compile(r"""["']\s*\n\s*[rbf]*["']""")  # the gap between two literals of one string
 _SHORTEST = 6  # a shorter needle could be in any source
 
 
@@ -233,7 +233,7 @@ _VERSION = re.compile(r"\d[\w.]*")
 
 
 def meet(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
-    """Return True if the ranges overlap for each distribution. Overlapping ranges both contain a tried bound."""
+    """Return True if the ranges overlap for each distribution. Overlapping ranges both contain one of `bounds`."""
     for dist in one.keys() & other.keys():
         bounds = ["0", *_VERSION.findall(one[dist]), *_VERSION.findall(other[dist])]
         ranges = [SpecifierSet(each[dist], prereleases=True) for each in (one, other)]

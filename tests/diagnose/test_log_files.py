@@ -108,7 +108,7 @@ def test_one_piece_many_times_over(piece: bytes) -> None:
 
 
 def test_numbers_without_end() -> None:
-    """int() refuses more than 4300 digits."""
+    """int() raises for more than 4300 digits. `diagnosed` must accept logs with longer numbers."""
     nines = b"9" * 5000
     lines = [
         (POLL % (0, 1)).replace(b"900", nines).replace(b"256", nines),

@@ -3,8 +3,8 @@
 The JSON file has these fields:
 - `out` is the file for the results. `apply` is the mode of kvfix, or None. `model` is the folder of the model.
 - `transfer` is the kv_transfer_config. `engine` has the arguments of vLLM's class LLM.
-- `rounds` has a list of requests for each round. A request is (prompt, number of tokens to generate). A number N, in
-  place of a prompt, stands for the prompt and the answer of request N in the previous round.
+- `rounds` has lists of requests that run together (a round). A request is (prompt, number of tokens to generate). A
+  number N, in place of a prompt, stands for the prompt and the answer of request N in the previous round.
 - `before` has a list of calls for each round number. The program makes the calls before the round. A call is a list.
   The list begins with the name of a function in this module. The function's arguments after `engine` follow.
 - `config` (optional) has changes of the model. `counters` (optional) has the names of vLLM's counters to return.
@@ -54,7 +54,7 @@ def main(job: dict[str, Any]) -> None:
 
 
 def until_told(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """Run rounds until the folder `flags` has a file `stop`. A file `hard` makes rounds send `hard`, not `calm`."""
+    """Run rounds until the folder `flags` has a file `stop`. While a file `hard` exists, send `hard`, else `calm`."""
     folder, rounds, preempted = Path(job["flags"]), list[tuple[str, list[list[int]]]](), 0
     while not (folder / "stop").exists():
         kind = "hard" if (folder / "hard").exists() else "calm"
@@ -91,7 +91,7 @@ def spoil(engine: Any) -> None:
 
 
 def abort_waiting(engine: Any, job: dict[str, Any]) -> None:
-    """Add request `running`, then add and abort request `waiting`. `steps` is 0 if EngineCore steps by itself."""
+    """Add request `running`, then add and abort request `waiting`. `steps` is 0 if EngineCore has its own process."""
 
     def add(name: str, **more: Any) -> None:
         prompt, tokens = job[name]

@@ -158,7 +158,7 @@ def test_a_first_look_inside_a_step(locked_out: States) -> None:
 
 
 def test_a_hook_that_began_after_the_first_look(once: Once) -> None:
-    """While a worker is in the hook, no step asks for the lookup's result. So the verdict must name the hook."""
+    """While a worker is in start_load_kv, no step asks for the lookup's result. So the verdict must name this hook."""
     before, after = once(wedged.twice, NEWEST, "lookup_without_answer", "mp")
     worker = {"pid": 7, "process": "VLLM::Worker", "name": "VLLM::Worker", "silent": "stuck in C", "stack": []}
     inside = [after, {**worker, "hook": "start_load_kv"}]
@@ -221,7 +221,7 @@ SESSION = Waiting("s", OUTSIDE, holds=4)
         # a request runs, so the unknown values do not matter
         ("valid", {"running": 1, "in_flight": None, "free": None}),
         ("unknown", {"waiting": (replace(FIRST, needs=None),)}),
-        # in the next three cases, a session (OUTSIDE) waits for its client
+        # in the next three cases, a streaming session (OUTSIDE) waits for the next input of its client
         ("valid", {"waiting": (Waiting("r", OUTSIDE),)}),
         ("valid", {"waiting": (*STUCK.waiting, SESSION)}),
         ("violated", {"waiting": (*STUCK.waiting, replace(SESSION, holds=3))}),

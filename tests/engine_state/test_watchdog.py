@@ -19,7 +19,7 @@ from tests import late
 from tests.conftest import RELEASES, Once, answers
 from tests.engine_state import wedged
 
-STEP = 5.0  # seconds by which each step advances the clock. Twelve steps make the limit of 60 s
+STEP = 5.0  # seconds by which each step advances the clock. Twelve steps reach the watchdog's limit of 60 s
 #: `step(call)` runs `call`. The watchdog recognizes a step of EngineCore by the file name that `compile` gets here.
 _CORE: dict[str, Any] = {}
 exec(compile("def step(call):\n    return call()", "/vllm/v1/engine/core.py", "exec"), _CORE)
@@ -39,7 +39,7 @@ class Clock:
 
 
 def due(act: Callable[[], Any], steps: int, inside: Callable[[Any], Any] = lambda call: call()) -> float:
-    """Call `act` at most `steps` times. Return the seconds until the watchdog reports, or 0 without a report."""
+    """Call `act` at most `steps` times. Return the seconds until the watchdog's report, or 0 if no report comes."""
     clock = Clock()
     dog = watchdog.Watchdog(60.0, clock)
     for _ in range(steps):
@@ -105,7 +105,7 @@ def test_engines_that_do_not_hang() -> list[float]:
     return [*found, due(engine.step, 40)]
 
 
-@answers([0.0, 70.0])  # earlier steps count as progress at the first look (5 s), so the 60 s begin at the second (10 s)
+@answers([0.0, 70.0])  # the look at 5 s still counts earlier steps as progress, so the 60 s begin at 10 s
 def test_a_decode_engine_that_waits_for_the_queue_of_prefill() -> list[float]:
     """Return the seconds until a report while the decode engine makes steps, and then while it makes no step."""
     prepare()
@@ -119,7 +119,7 @@ def test_a_decode_engine_that_waits_for_the_queue_of_prefill() -> list[float]:
 
 @answers([1, 1, 1, 2])
 def test_each_standstill_is_reported_once() -> list[int]:
-    """Return the number of reports after a standstill, later, after progress, and after a second standstill."""
+    """Return the number of reports after 75 s and 150 s of a standstill, after progress, and after a new standstill."""
     prepare()
     engine = wedged.silent_server()
     dog, reports, found = watchdog.Watchdog(60.0, clock := Clock()), logged_reports(), []
@@ -146,7 +146,7 @@ def test_each_standstill_is_reported_once() -> list[int]:
     [
         ("build_connector_meta", 20, 1, ["build_connector_meta of LMCacheMPConnector"]),
         ("build_connector_meta", 2, 1, []),
-        # One step can call the hook for many requests, and in-process LMCache waits seconds in each call.
+        # One step can call the hook for many requests, and LMCache in process can wait for seconds in each call.
         ("get_num_new_matched_tokens", 2, 20, ["requests"]),
         ("get_num_new_matched_tokens", 1, 2, []),
     ],

@@ -157,7 +157,7 @@ def test_a_load_that_ends_early_leaves_no_pin() -> list[int]:
     return sorted(set(made.pins()))
 
 
-#: (mode, release, number of tokens that vLLM has, states of cached chunks without fixes). None: abort before the load.
+#: (mode, release, tokens that vLLM has (None: abort before the load), states of cached chunks without fixes).
 AFTER_ONE_LOAD = [
     ("async", "0.3.15", 0, [[1, 1, True]]),  # wrong: pinned for ever
     ("async", "0.5.1", 0, [[1, 0, True]]),  # right
@@ -166,7 +166,7 @@ AFTER_ONE_LOAD = [
     ("", "0.5.5", 0, [[1, 0, True]]),  # wrong: the pin of request o is gone
     ("layers", "0.5.6", 0, [[1, 0, True]]),
     ("async", "0.3.15", None, [[2, 1, True]]),
-    # LMCache also fetches the two chunks that vLLM has. 0.4.1 frees only these two twice. 0.5.6 frees all four twice.
+    # LMCache also fetches the two chunks that vLLM has. 0.4.1 frees both chunks twice. 0.5.6 frees all four twice.
     ("async", "0.4.1", 32, [[0, 0, False], [1, 0, True]]),
     ("async", "0.5.6", 32, [[0, 0, False]]),
 ]
@@ -230,7 +230,7 @@ class Worker:
 @pytest.mark.parametrize("release", ["0.4.6", "0.5.6"])
 @answers([0, 0, 0, 64, [], True], [64, 64, 0, 0, ["b", "a"], True], also="release", fixes=["KVF017"])
 def test_each_tenant_has_keys_of_its_own() -> list[Any]:
-    """Tenants a and b store one prompt. Return the hits of a, b, a third tenant and no tenant, and the loads' tags."""
+    """Tenants a and b store one prompt. Return the hits of a, b, tenant c and no tenant, and the tags of the loads."""
     worker = Worker()
     worker.step({"one": "a", "other": "b"}, load=False)
     found = [worker.found(*each) for each in (("again", "a"), ("another", "b"), ("stranger", "c"), ("untagged",))]
@@ -243,7 +243,7 @@ def test_each_tenant_has_keys_of_its_own() -> list[Any]:
 
 @answers([0] * 4, [1] * 4)
 def test_a_load_leaves_the_pins_of_other_requests() -> list[int]:
-    """The adapter passes no request id to a load, so KVF018 finds the id. Another request waits for the chunks."""
+    """The adapter passes no request id to a load, so KVF018 finds the id. A request that waits keeps its pins."""
     worker = Worker()
     worker.step({"one": ""}, load=False)
     worker.found("r")

@@ -4,7 +4,7 @@ from kvfix import catalogue, wrapping
 from tests.conftest import RELEASES, Once, answers
 from tests.lab.faults import faults
 
-#: Fail-closed fixes that are not tried, because LMCache 0.5.6 does not have the bug or the lab cannot play the bug.
+#: Fixes with on_fault="closed" that are not tried. LMCache 0.5.6 lacks the bug, or the lab cannot play the bug.
 ELSEWHERE = {"KVF008", "KVF014", "KVF019", "KVF020", "KVF024", "KVF103", "KVF106", "KVF115", "KVF206"}
 
 
@@ -17,7 +17,7 @@ def test_errors_at_drawn_lines(once: Once) -> None:
 
 @answers(True)
 def test_a_fix_that_does_not_fail_closed_is_found() -> bool:
-    """If KVF007 does not fail closed, LMCache stores KV that vLLM computed on top of a failed load."""
+    """Without its `on_fault`, KVF007 lets LMCache store KV that vLLM computed on top of a failed load."""
     before = wrapping.before
     wrapping.before = lambda code, when=None, **_: before(code, when)
     return any("LAB001" in each for each in faults(40, only=("KVF007",))["worse"])

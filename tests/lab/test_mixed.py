@@ -100,7 +100,7 @@ def test_the_fixes_act_in_that_engine_alone(connector: str, fixes_in: str) -> li
 )
 @answers(also="answer")
 def test_a_fix_in_prefill_alone(connector: str, seed: int, code: str) -> list[bool]:
-    """Return whether violations exist, whether the fix causes any violation, and whether the fix causes all of them."""
+    """Return whether violations exist, whether the fix causes any violation, and whether the fix causes all."""
     run = late.Run(connector, True, fixes_in="prefill")
     (schedule,) = run.schedules([seed])
     with late.pair_engine.fixes_in("prefill"):

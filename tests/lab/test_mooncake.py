@@ -60,7 +60,7 @@ def test_blocks_are_kept_until_the_last_rank_has_written() -> list[bool]:
     answer = module.MooncakeXferResponse(status=module.MooncakeXferResponseStatus.ERROR, err_msg="this rank has no KV")
     error = module.msgspec.msgpack.Encoder().encode(answer)
     host = pair.prefill.connector._host
-    pair.network.bound[ADDRESS] = SimpleNamespace(  # the second rank
+    pair.network.bound[ADDRESS] = SimpleNamespace(  # stands in for the second prefill rank
         host=host, take=lambda dealer, message: host.network.send(dealer.host, lambda: dealer.take(error))
     )
     for ranks in adapter._remote_agents.values():

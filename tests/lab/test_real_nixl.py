@@ -15,7 +15,7 @@ from tests.conftest import RELEASES, Once
 from tests.lab.planted import played, wrap
 from tests.lab.planted_in_pairs import read_the_next_block
 
-#: Arguments of range() for the seeds of each connector. Schedules of these seeds do not wait long for leases.
+#: {connector: arguments of range() for seeds}. A seed determines a schedule. The schedules wait briefly for leases.
 SEEDS = {
     "nixl-pull": (4, 12), "nixl-push": (1, 8), "nixl-multi": (0, 8), "nixl-push-multi": (0, 6), "nixl-offload": (5, 13),
 }  # fmt: skip
@@ -130,7 +130,7 @@ FAULTS = {each.__name__: each for each in (read_the_next_block, not_whole)}
 
 
 def planted(connector: str, *names: str) -> list[dict[str, Any]]:
-    """Play the connector once for each fault, which all agents have ("": no fault). Return findings and counts."""
+    """Plant each fault in all agents ("": no fault) and play the connector. Return findings and counts."""
     agent_of, done = late.nixl_real.RealNetwork.agent, []
     for name in names:
 

@@ -15,7 +15,7 @@ from tests import late
 from tests.lab.planted import FAULTS, is_found, played, steps
 from tests.lab.planted_in_real_server import begin_load_and_store
 
-#: Only seed 14 restarts the server. More restarts would be slow, because a restart takes 8 s.
+#: Only the schedule of seed 14 restarts the server. More restarts would be slow, because a restart takes 8 s.
 SEEDS = range(5, 20)
 PLANTED = {name: fault for (setup, name), fault in FAULTS.items() if setup == "mp-real"}
 #: Counters that depend on the speed of the server.

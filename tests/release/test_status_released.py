@@ -96,7 +96,7 @@ def test_what_has_changed_is_listed(fresh: Fresh, index: Path) -> None:
 
 
 def test_an_older_release_is_put_back(fresh: Fresh, index: Path) -> None:
-    """The newest release has code of an older known release. kvfix recognizes the code."""
+    """The newest release has code of an older release that kvfix knows. kvfix recognizes this code."""
     publish(index, "lmcache", "0.5.7", {ADAPTER: (RELEASES / "0.3.10" / ADAPTER).read_text()})
     row = next(row for row in rows_of(fresh, index, 1) if row["code"] == "KVF001")
     assert (row["change"], row["verdict"]) == ("changed", "applicable")

@@ -17,7 +17,7 @@ CELLS = pairs("torch", AXES)
 
 
 def every_identity(seed: int) -> torch.Tensor:
-    """Return labelled KV: 16 words of 8 bytes per head, for 2 generations, 4 layers, K and V, 64 slots and 3 heads."""
+    """Return 16 words of 8 bytes per row. The rows cover 2 generations, 4 layers, K and V, 64 slots and 3 heads."""
     grid = torch.cartesian_prod(*(torch.arange(size) for size in (2, 4, 2, 64, 3)))
     return element.rows(Identity(*grid.unbind(1), 0).number(), 16, seed)
 
@@ -111,7 +111,7 @@ def staged(copy: TorchCopy) -> TorchCopy:
 @pytest.mark.parametrize("layout", ["nhd", "packed-hnd", "mla", "block-outermost"])
 @pytest.mark.parametrize(("skip", "loads"), [("none", [2, 2]), ("chunk", [2, 1])])
 def test_through_staging_buffers(layout: str, skip: str, loads: list[int]) -> None:
-    """Each chunk's stream waits for the current stream. A store or a load waits until all its streams have ended."""
+    """Each chunk's stream waits for the current stream. A store or a load waits for the work of all its streams."""
     check = CellCheck(Cell("torch", layout=layout, skip=skip), CPU)
     copy = staged(TorchCopy(check))
     assert [str(finding) for finding in check.run(copy).findings] == []
@@ -136,7 +136,7 @@ def test_a_staging_buffer_that_is_shared_by_mistake_is_found() -> None:
 
 
 def test_a_race_orders_its_work_on_cuda_streams() -> None:
-    """CudaStream waits for the current stream, which wrote the tensors. Host work waits for all earlier work."""
+    """CudaStream waits for the current stream, which wrote the tensors. Host work waits for the stream's work."""
     stream, seen = CudaStream(CUDA), list[str]()
     stream.wait("event")
     stream.submit(lambda: seen.extend(asked(stream)), host=True)

@@ -100,7 +100,7 @@ class Disk:
         return answers
 
     def state(self) -> list[Any]:
-        """Return known chunks, pins of each, number of allocations, [size, usage] in chunks, and chunks with a file."""
+        """Return [known chunks, pins per chunk, number of allocations, [size, usage] in chunks, chunks with a file]."""
         backend = self.backend
         return [
             [self.keys.index(key) for key in backend.dict],
@@ -133,7 +133,7 @@ RELEASED = {"one by one": "KeyError", "batched": [NONE, [*LEFT[:3], [3, 3], [0, 
 )
 @answers(also="release fixes answer")
 def test_a_short_or_missing_file_is_no_chunk(way: str) -> list[Any]:
-    """For each size of chunk 1's file, return a load's results, the state, and the results after a new store."""
+    """For each size of chunk 1's file, return a load's results, the state, and the results of a load after a store."""
     found: list[Any] = []
     for size in SIZES:
         disk = Disk()

@@ -19,7 +19,7 @@ SLOTS = torch.tensor([7, 0, 19, 5, 12])
 
 
 def caches(width: int, dtype: torch.dtype, order: str) -> list[torch.Tensor]:
-    """Return random KV [blocks, heads, tokens, 2 * width] for each layer. order: the axes' order in memory."""
+    """Return random KV [blocks, heads, tokens, 2 * width] per layer. order: axes in memory (pool: layers in blocks)."""
     size = BLOCKS * HEADS * BLOCK * 2 * width * LAYERS
     held = torch.randint(0, 256, (size * dtype.itemsize,), dtype=torch.uint8).view(dtype)
     if order == "HND":

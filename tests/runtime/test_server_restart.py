@@ -11,7 +11,7 @@ LOOKUPS = ["lookup", "query_prefetch_status"]
 
 
 def connected() -> tuple[Any, Any, int, Any, Any]:
-    """Return ZeroMQ's context, a socket in place of LMCache's server, its port, a client, and the key of a chunk."""
+    """Return ZeroMQ's context, a socket in place of LMCache's server, the socket's port, a client and a chunk's key."""
     import zmq
     from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
     from lmcache.v1.multiprocess.transport.factory import RequestClientFactory

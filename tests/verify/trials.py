@@ -10,7 +10,7 @@ NAME is one of these words:
     ranks        two ranks: a healthy run, and a run in which one rank loads wrong KV
     lora         a LoRA adapter. Without KVF017, the adapter and the base model share KV
     pd           prefill and decode instances with NIXL: a healthy run, and a run whose transfers return zeros
-    healthy N    N healthy runs in bfloat16 while other clients use the server: no run may exit 1
+    healthy N    N healthy runs in bfloat16 while other clients use the server: no run may exit with code 1
 """
 
 import json

@@ -1,8 +1,8 @@
 """Combine the recordings of several processes: assign each recording to its engine and rank, and order the events.
 
-The clocks of two machines differ. Two facts bound the difference: a rank begins a load after the scheduler orders the
-load, and before the scheduler learns that the load has ended. Each worker starts loads and stores in the order of the
-scheduler, so kvfix can match the events of the scheduler and a worker without clocks.
+The clocks of two machines differ. Two facts bound the difference. A rank begins a load after the scheduler orders the
+load. The scheduler learns of the load's end only later. Each worker starts loads and stores in the scheduler's order.
+So kvfix matches a worker's events with the scheduler's events without clocks.
 """
 
 from collections import Counter
@@ -74,7 +74,7 @@ class Compared(NamedTuple):
     """The comparison of a scheduler's recording with a rank's recording."""
 
     pairs: list[tuple[int, int]]  # for each event in both recordings: (index at the scheduler, index at the rank)
-    differs: list[tuple[int, RankDiffers]]  # (scheduler's index of the previous pair, load in one recording only)
+    differs: list[tuple[int, RankDiffers]]  # (scheduler's index of the previous pair, load that only one recording has)
     #: Number of the scheduler's loads that kvfix does not compare: loads before the first pair or after the last pair,
     #: and loads whose request was aborted before the rank started the load. With `enable_fault_tolerance`, vLLM aborts
     #: all requests when a rank fails, and continues (v1/fault_tolerance/engine_core_sentinel.py 0.33.0:90).
@@ -83,7 +83,7 @@ class Compared(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Engine:
-    """A replica of an engine, with one connector. scheduler: None if not recorded. ranks: how many, 0 if unknown."""
+    """An engine's replica with one connector. scheduler: None if not recorded. ranks: number of ranks, 0 if unknown."""
 
     name: str
     connector: str
@@ -150,7 +150,7 @@ def engines(recordings: Iterable[Recording]) -> list[Engine]:
             role = line.get("role")
             if not role:  # this line is about vLLM's scheduler, not about a connector
                 continue
-            # A MultiConnector may have two connectors of one class. On one GPU, scheduler and worker share a process.
+            # nth: a MultiConnector may have two connectors of one class. role: on one GPU, both roles share a process.
             counts[line["name"], role] = nth = counts.get((line["name"], role), -1) + 1
             name = f"{line.get('engine', '?')}.{line.get('replica', 0)}"
             entries = [entry for entry in recording.entries if entry.connector == number]
@@ -171,7 +171,7 @@ def _engine(name: str, connector: str, parts: list[Part]) -> Engine:
 
 
 def processes(recordings: Iterable[Recording]) -> list[Recording]:
-    """Merge the files of each process into one recording. Each file has only the last events before kvfix wrote it."""
+    """Merge the files of each process into one recording. Each file has the last events before kvfix wrote the file."""
     by_process: dict[tuple[str, str, int, int], list[Recording]] = {}
     for recording in recordings:
         by_process.setdefault(recording.process, []).append(recording)
@@ -225,7 +225,7 @@ def compare(rank: int, scheduler: Sequence[ev.Event], worker: Sequence[ev.Event]
 
 
 def _key(event: ev.LoadDue | ev.Stored) -> tuple[str, ...]:
-    """Return the fields that scheduler and rank record. Only the scheduler records a store's field `covered`."""
+    """Return the fields that both recordings have. Only the scheduler records a store's field `covered`."""
     return (type(event).__name__, *map(str, event[:3]))
 
 

@@ -1,9 +1,9 @@
-"""`make fingerprints`: write fingerprints of fixed functions, and hashes of their files, to kvfix/fingerprints.json.
+"""`make fingerprints`: write fingerprints of functions with a fix, and file hashes, to kvfix/fingerprints.json.
 
     python -m maintain fingerprints lmcache .cache/lmcache/*
 
-Each folder has one release. The folder is a `site-packages`, or comes from `pip install --no-deps --target FOLDER`. The
-program keeps the entries of other releases in the file.
+Each folder has one release of the distribution. The folder is a `site-packages`, or comes from `pip install --no-deps
+--target FOLDER`. In fingerprints.json, the entries of other releases stay.
 """
 
 import json
@@ -37,7 +37,7 @@ def take(dist: str, folder: Path) -> tuple[str, Taken]:
 
 
 def without(mine: dict[str, Any], releases: Container[str]) -> dict[str, Any]:
-    """Return the data of one distribution without these releases."""
+    """Return `mine`, the data of one distribution, without the data of these releases."""
     functions = {
         name: {taken: left for taken, its in found.items() if (left := [each for each in its if each not in releases])}
         for name, found in mine["functions"].items()
@@ -51,13 +51,13 @@ def without(mine: dict[str, Any], releases: Container[str]) -> dict[str, Any]:
 
 
 def merge(known: dict[str, Any], dist: str, taken: dict[str, Taken]) -> dict[str, Any]:
-    """Return `known` with the releases of `taken` added or replaced. Sort the data, so that the file changes little."""
+    """Return `known` with the releases of `taken` added or replaced. Sort the data, to change few lines of the file."""
     mine = without(known.get(dist, {"releases": [], "functions": {}, "files": {}}), taken)
     functions, files = mine["functions"], mine["files"]
     for release, (its_functions, its_files) in taken.items():
         for target, fingerprint in its_functions.items():
             functions.setdefault(target, {}).setdefault(fingerprint, []).append(release)
-        for module, file_hash in its_files.items():  # keep only the oldest release that has this file
+        for module, file_hash in its_files.items():  # keep only the oldest release with this version of the file
             hashes = files.setdefault(module, {})
             hashes[file_hash] = min(release, hashes.get(file_hash, release), key=Version)
     for found in functions.values():
@@ -75,7 +75,7 @@ def _ordered(found: dict[str, Any], release: Callable[[Any], str]) -> dict[str, 
 
 
 def modules_of_fixes(dist: str) -> dict[str, list[str]]:
-    """Return {module of the distribution: modules of the fixes that change a function of this module}."""
+    """Return {module of the distribution: names of the kvfix modules with the fixes for this module}."""
     found: dict[str, set[str]] = {}
     for fix in catalogue.fixes():
         for target in fix.targets if fix.fixable else ():

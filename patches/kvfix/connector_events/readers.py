@@ -72,7 +72,7 @@ class Offloading(Reader):
         super().__init__(connector)
         self._scheduler = getattr(connector, "connector_scheduler", None)
         worker = getattr(connector, "connector_worker", None)
-        #: Tokens of a block, by KV group.
+        #: Tokens per block of each KV group.
         self._sizes: list[int] = []
         if self._scheduler is not None:
             self._sizes = [group.tokens_per_block for group in self._scheduler.config.kv_group_configs]

@@ -12,7 +12,7 @@ from kvfix.ledger import events as ev
 
 
 class Read(NamedTuple):
-    """A chunk that a store reads: tokens [start, end). blocks: {index in the request's block list: block id}."""
+    """A chunk with tokens [start, end) that a store reads. blocks: {index in the request's block list: block id}."""
 
     request: str
     group: int
@@ -48,7 +48,7 @@ class Stores:
         self._last: list[Read] = []
 
     def step(self, metadata: Any, output: Any) -> Iterator[ev.BlocksLost]:
-        """Yield an event for each chunk with lost blocks.
+        """Yield an event for each chunk with lost blocks (`_lost`).
 
         For a chunk stored in the previous step, yield an event only if this step writes to one of the lost blocks.
         """

@@ -26,7 +26,7 @@ class Asked(NamedTuple):
 
     request: str
     total: int  # tokens in the request
-    computed: int  # computed tokens that vLLM passed to the hook, in whole blocks
+    computed: int  # number of computed tokens that vLLM passed to the hook, a multiple of the block size
     hit: int | None  # tokens that the external cache has from the start of the request
     promised: int | None  # None if the hook has no result yet. vLLM then calls the hook again
     asynchronous: bool = False  # True if the load runs between steps

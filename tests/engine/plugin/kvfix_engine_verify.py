@@ -2,8 +2,8 @@
 
 LMCache's GPU connector runs on CPU tensors in the GPU layout of vLLM 0.26 and later: [tokens, heads, K then V]. For
 each head of a block, vLLM for the CPU stores K as [values, tokens], and then V as [tokens, values]. So this module
-copies KV between layouts. K includes the token's position (RoPE), so answers stay equal if K and V of two tokens are
-swapped together. To change answers, a fault that swaps tokens swaps only K or only V.
+copies KV between the two layouts. K includes the token's position (RoPE), so answers stay equal if K and V of two
+tokens are swapped together. To change answers, a fault that swaps tokens swaps only K or only V.
 """
 
 import os
@@ -18,7 +18,7 @@ from kvfix_tools.roundtrip.engine_connector import InProcess
 
 FAULT = Path(os.environ.get("KVFIX_TEST_FAULT", "/nonexistent"))
 CHUNK = 64
-#: KV of the previous request's first chunk.
+#: The fault `chunk_of_another_prompt` keeps here the first loaded chunk of the previous request.
 EARLIER: list[torch.Tensor] = []
 #: Standard deviation of noise to add to every logit. The noise imitates a GPU, whose logits differ between batches.
 NOISE = float(os.environ.get("KVFIX_TEST_NOISE", "0"))
@@ -80,7 +80,7 @@ class Faulty(InProcess):
             packed[blocks] = torch.cat([k, v.reshape(-1, heads, size, both // 2)], dim=3)
 
     def blocks(self, mappings: Iterable[torch.Tensor]) -> Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yield for each layer the engine's tensor, the tensor in the GPU layout, and the blocks of the slots."""
+        """Yield (engine's tensor, tensor in the GPU layout, blocks of the slots) for each layer."""
         slots = [mapping[mapping >= 0] for mapping in mappings]
         if slots:
             used = torch.unique(torch.cat(slots) // self.engine[0].shape[2])
@@ -158,7 +158,7 @@ FAULTS: dict[str, Callable[[torch.Tensor, list[slice], str], Any]] = {
     "not_a_number": lambda kv, chunks, _: kv[1, 1, chunks[2].start + 7].view(-1)[0].fill_(float("nan")),
     "zeros": lambda kv, *_: kv.zero_(),
 }
-#: Conditions under which a fault acts as `last_chunk_wrong`. A condition gets all arguments of a fault except `kv`.
+#: {fault: condition on all arguments of a fault except `kv`}. If true, the fault acts as `last_chunk_wrong`.
 SOMETIMES: dict[str, Callable[[list[slice], str], bool]] = {
     "last_partial_chunk_wrong": lambda chunks, _: not is_whole(chunks[-1]),
     "one_rank_wrong": lambda *_: get_tensor_model_parallel_rank() == 1,

@@ -59,15 +59,15 @@ def _asked(ledger: Ledger, fields: Fields) -> list[Event]:
         return [] if computed is None else [ev.Asked(fields["request"], total, computed, None, None)]
     need = fields["need"]
     if computed is None:
-        # Before LMCache 0.3.14, the line lacks vLLM's computed tokens, but `need` is hit - computed, or
-        # hit - computed - 1 if the hit is the whole request (vllm_v1_adapter.py 0.3.13:1283).
+        # Before LMCache 0.3.14, the line lacks vLLM's computed tokens. `need` is hit - computed,
+        # or hit - computed - 1 if the hit is the whole request (vllm_v1_adapter.py 0.3.13:1283).
         computed = hit - need - (hit == total)
     promised = 0 if "least" in fields else max(0, need)
     return [ev.Asked(fields["request"], total, computed, hit, promised)]
 
 
 def _capped(ledger: Ledger, fields: Fields) -> list[Event]:
-    """Lower the promised tokens of the last lookup, because LMCache lowers their number after logging it. Return []."""
+    """Lower the promise of the last lookup, because LMCache lowers the promise after logging the lookup. Return []."""
     history = ledger.histories.get(fields["request"])
     if history is not None and history.asked is not None:
         history.asked = history.asked._replace(promised=max(0, fields["capped"]))

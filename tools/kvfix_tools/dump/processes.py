@@ -31,7 +31,7 @@ def tree(pid: int) -> list[Process]:
     """Return this process and all its descendants, parents first, or [] if the process does not exist.
 
     vLLM sets process titles (setproctitle). A title overwrites a part of the environment in /proc, so kvfix takes
-    missing settings from the parent. If the parent lacks KVFIX_DUMP_DIR too, kvfix uses the value of its own process.
+    missing settings from the parent. If the parent lacks KVFIX_DUMP_DIR too, kvfix reads its own environment.
     """
     try:
         pids = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
@@ -49,7 +49,7 @@ def tree(pid: int) -> list[Process]:
 
 
 def elsewhere(tree: list[Process]) -> list[Process]:
-    """Return the engine's processes on this node that `tree` lacks. For example, Ray's daemon starts a Ray worker."""
+    """Return the engine's processes on this node that `tree` lacks, such as children of Ray's daemon."""
     engines = {engine for process in tree for engine in ready(process).get("engines", ())}
     found: list[Process] = []
     for directory in dict.fromkeys(process.directory for process in tree):
@@ -67,7 +67,7 @@ def elsewhere(tree: list[Process]) -> list[Process]:
 
 
 def ready(process: Process) -> dict[str, Any]:
-    """Return the content of the process's .ready file, or {}. This file means that the process answers `kvfix dump`."""
+    """Return the content of the process's .ready file, or {}. A process with this file answers `kvfix dump`."""
     try:
         announced = json.loads(own_text(process, Path(process.directory, f"kvfix-{process.pid}.ready")))
     except (OSError, ValueError):

@@ -43,7 +43,7 @@ class Outcome(NamedTuple):
 
 
 class Continued(NamedTuple):
-    """frees: at most 20 waiting requests. Without fixes, aborting any one ends the hang. differs: see `_Builder`."""
+    """frees: at most 20 waiting requests. Without fixes, the hang ends if one is aborted. differs: see `_Builder`."""
 
     schedule: Schedule
     as_released: Outcome
@@ -126,7 +126,7 @@ def _options(engine: Engine) -> Options:
 
 
 def _loaded(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the waiting requests that have blocks. A load for each of them is in flight or has ended."""
+    """Return the waiting requests that have blocks. The load of each returned request is in flight or has ended."""
     return [row for row in rows if row["queue"] not in ("running", "ended", "") and row["blocks"]]
 
 
@@ -147,7 +147,7 @@ class _Builder:
         if engine.ranks > 1:
             self.differs.append(f"the lab plays one rank, not {engine.ranks} ranks")
         self.names = [row["id"] for row in self._rows]
-        # a request's number is the seed of its prompt, and also its priority
+        # a request's number determines its prompt, and is its priority
         order = sorted(self._rows, key=lambda row: (row["priority"], -row["arrived"]))
         self._numbers = {row["id"]: number for number, row in enumerate(order)}
 

@@ -61,7 +61,6 @@ CONNECTORS = tuple(KNOWN)
 PAIRS = tuple(each for each in CONNECTORS if each.startswith(("nixl", "mooncake")))
 #: Connectors of PAIRS that can have several ranks. The two engines can have different numbers of ranks.
 WITH_RANKS = ("nixl-pull", "nixl-push")
-#: Connectors that transfer KV with NIXL.
 BY_NIXL = tuple(each for each in PAIRS if each.startswith("nixl"))
 #: Connectors with which two engines can share a cache (pair.py).
 SHARED = ("v1", "mp")
@@ -89,7 +88,7 @@ class Options:
     offloading: str = ""
     #: Use SimpleCPUOffloadConnector (simple_offload.py) instead of OffloadingConnector. v1 only.
     simple_offloading: bool = False
-    #: How many steps a lookup, load or store of mp's server takes. OffloadingConnector's transfers take twice as many.
+    #: Number of steps of a lookup, load or store of mp's server. OffloadingConnector's transfers take 2 * delay steps.
     delay: int = 1
     #: Number of workers. By default, workers are ranks of tensor parallelism. A MultiConnector has one worker.
     ranks: int = 1

@@ -65,7 +65,7 @@ class CellCheck:
         self.result.moved = self.geometry.token_bytes(cell.count)
 
     def host(self, axes: str, tokens: int = 0) -> Region:
-        """Make host buffers for `tokens` tokens (0: all of the cell), one for each chunk. axes: the outermost first."""
+        """Make host buffers for `tokens` tokens (0: all of the cell), one buffer per chunk. axes: outermost first."""
         sizes, latent = self.geometry.sizes, self.geometry.layout.latent
         chunk, tokens = int(self.cell.chunk), tokens or self.cell.count
         order = tuple(axis for axis in axes.split() if axis not in ("kv", "head") or not latent)
@@ -122,7 +122,7 @@ class CellCheck:
         return found
 
     def loaded(self, generation: int, skip: int | None = None) -> Expected:
-        """Return what a KV cache full of poison must hold after a load: tokens in their slots, and poison elsewhere."""
+        """Return what the KV cache must hold after a load: tokens in their slots, and the earlier filling elsewhere."""
         token_in = self.token_in(self.cell.skipped if skip is None else skip)
 
         def expected(at: Coordinates) -> Identity:

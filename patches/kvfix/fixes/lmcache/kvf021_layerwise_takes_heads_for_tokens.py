@@ -34,7 +34,7 @@ def shows_bug(hook: Any, operations: Any) -> bool:
     if getattr(hook, "__module__", operations.__name__) != operations.__name__:
         # Since 0.5.6, `torch_ops` only re-exports `mem_kernels`' function. The last target of FIX probes this function.
         return False
-    import torch  # the module has imported it
+    import torch  # LMCache's module has already imported torch
 
     held, cache = torch.zeros(2, 1, 2), torch.arange(8.0).view(2, 2, 2, 1, 1)
     layout, direction = operations.EngineKVFormat.NL_X_TWO_NB_NH_BS_HS, operations.TransferDirection.D2H

@@ -8,7 +8,7 @@ local_disk_backend.py:812, 816). After a short read, the rest of the chunk's mem
 a crash of the host, or another process in the same folder can cut a file short. If the file is missing, `read_file`
 deletes the entry of the chunk (0.5.6:820), and `load_bytes_from_disk` then reads the deleted entry (0.5.6:773).
 
-Fix: Before a read, the fix writes random bytes to the end of the chunk's memory. If these bytes are still there after
+Fix: Before a read, the fix writes random bytes to the end of the chunk's memory. If these bytes are unchanged after
 the read, or the file is smaller than the memory, the read was too short. The chunk then counts as not found. The fix
 frees the chunk's memory, and deletes the chunk's entry and file. vLLM computes the tokens again, or ends the request
 with an error (`kv_load_failure_policy`). If the fix itself raises during a read, the chunk counts as not found. With

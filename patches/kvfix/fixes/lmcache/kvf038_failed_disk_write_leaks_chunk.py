@@ -29,7 +29,7 @@ def fix(save: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _undo(error: OSError, backend: Any, key: Any, memory: Any, *_: Any) -> None:
-    if not backend.disk_worker.exists_in_put_tasks(key):  # the write had succeeded
+    if not backend.disk_worker.exists_in_put_tasks(key):  # the write succeeded before the error
         return
     path, size = backend._key_to_path(key), memory.get_physical_size()
     backend.usage -= len(memory.byte_array)

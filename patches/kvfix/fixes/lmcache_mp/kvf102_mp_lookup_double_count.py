@@ -1,8 +1,8 @@
 """The chunks right after a prompt's hit are never stored: each lookup of a waiting request adds the hit again.
 
-Symptom: No error is logged. Whenever the same prompt is used again, its external hit ends at the same token as before.
-The chunks right after this token are never stored, but later chunks are. The bug occurs if a request waits for
-blocks. Also, if LMCache has no hit but vLLM has a prefix hit, the stores of the prompt end too early.
+Symptom: No error is logged. Whenever a request repeats a prompt, the external hit ends at the same token as before. The
+chunks right after this token are never stored, but later chunks are. The bug occurs if a request waits for blocks.
+Also, if LMCache has no hit but vLLM has a prefix hit, the stores of the prompt end too early.
 
 Cause: vLLM calls `get_num_new_matched_tokens` in every step in which the request waits. Each call adds the hit to
 `num_stored_tokens` (lmcache_mp_connector.py 0.5.5:1065; `num_stored_blocks` in vLLM's copy). After three calls with a

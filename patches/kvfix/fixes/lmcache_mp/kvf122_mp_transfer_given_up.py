@@ -7,7 +7,7 @@ Cause: A worker counts as unhealthy if its ping gets no answer within 10 seconds
 vllm_multi_process_adapter.py 0.5.6:583). `get_finished` then drops the futures of all transfers, and reports the loads
 as failed and the stores as done (0.5.6:2074, 2208). vLLM frees the blocks.
 
-But LMCache does not cancel the transfers. If the server was only slow or paused, it still runs the transfers later. A
+But LMCache does not cancel the transfers. If the server was only slow or paused, the server runs the transfers later. A
 late load overwrites the KV of the requests that have the blocks by then. A late store saves the KV of these requests
 under wrong keys. After a preemption, an unhealthy worker does not wait for its stores in flight (0.5.6:2403).
 

@@ -72,7 +72,7 @@ def request_finished(*_: Any) -> Steps:
 
 
 def promises(hook: Any, module: Any) -> bool:
-    """Look up a remote prefill that names no peer. With the bug, the hook promises the tokens of the prefill."""
+    """Look up a request for a remote prefill on an unnamed peer. With the bug, the hook promises tokens."""
     request = stubs.request(32, kv_transfer_params={"do_remote_prefill": True})
     return bool(hook(_mooncake.scheduler_side("kv_consumer"), request, 0)[0])
 

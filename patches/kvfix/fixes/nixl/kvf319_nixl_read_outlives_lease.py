@@ -8,9 +8,9 @@ renews the lease with heartbeats (base_worker.py 0.32.0:3042). If the router or 
 the lease, the prefill engine frees the blocks. The decode engine does not know when the lease ends. vLLM sets
 `remote_blocks_expiry_time` only if prefill reads from decode (pull_scheduler.py 0.32.0:269). NIXL ignores leases.
 
-Fix: With the fix, the prefill engine tells the decode engine when the lease ends. The decode engine adds the time by
-which its heartbeats have renewed the lease. If a read ends after the lease, the fix reports a failed load, and vLLM
-applies `kv_load_failure_policy`. With `bidirectional_kv_xfer`, vLLM checks the time itself, and the fix does nothing.
+Fix: With the fix, the prefill engine tells the decode engine when the lease ends. The decode engine moves this end when
+its heartbeats renew the lease. If a read ends after the lease, the fix reports a failed load, and vLLM applies
+`kv_load_failure_policy`. With `bidirectional_kv_xfer`, vLLM checks the time itself, and the fix does nothing.
 
 Mixed roll-out: Use the fix in the prefill and the decode engine, or in neither. Otherwise, the decode engine still
 reads blocks whose lease has ended. The prefill engine adds `remote_blocks_expiry_time` to the returned
@@ -22,7 +22,7 @@ after the time in this key, even if heartbeats renewed the lease. So both engine
 from kvfix.fixes import _closed, _nixl, api
 from kvfix.fixes.api import NEW_REQUESTS, Any, Fix, Steps, View, fix_after, fix_around, replaced
 
-#: The fix ignores heartbeats sent in a lease's last MARGIN seconds, because they may arrive after the lease's end.
+#: Heartbeats sent in a lease's last MARGIN seconds do not count. A late heartbeat may arrive after the lease's end.
 MARGIN = 1.0
 
 

@@ -31,7 +31,7 @@ def fix(connector: Any, request: Any) -> bool:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Look up a remote prefill that names no peer. With the bug, the tokens of the prefill are promised."""
+    """Look up a request for a remote prefill on an unnamed peer. With the bug, the hook promises tokens."""
     return bool(hook(_nixl.scheduler_side(), stubs.request(32, kv_transfer_params={"do_remote_prefill": True}), 0)[0])
 
 

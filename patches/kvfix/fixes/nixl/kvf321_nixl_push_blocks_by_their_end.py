@@ -35,7 +35,7 @@ def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """End a prefill that has three blocks, two of them for its prompt. With the bug, all three are pushed."""
+    """End a prefill that has three blocks, two of them for its prompt. With the bug, the connector pushes all three."""
     groups = [stubs.Stub(kv_cache_spec=type("FullAttentionSpec", (), {"block_size": 16})())]
     connector = _nixl.scheduler_side(_TRANSFER_MODE="push", kv_cache_config=stubs.Stub(transfer_groups=groups))
     request = _nixl.finished_prefill(36, num_prompt_tokens=32)

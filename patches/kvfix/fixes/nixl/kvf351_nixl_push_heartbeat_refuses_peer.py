@@ -3,11 +3,13 @@
 Symptom: The bug needs push mode. The prefill engine has more ranks than the decode engine, and more ranks than the
 model has KV heads. Each heartbeat logs `NIXL transfer failure: handshake_setup_failed` with `AssertionError` in
 `_validate_remote_agent_handshake`. If a request arrives during a heartbeat's handshake, decode logs
-`push_reg_handshake_failed`, and the request's load fails. Leases of requests that wait for blocks are not renewed.
+`push_reg_handshake_failed`, and the request's load fails. Decode does not renew the leases of requests that wait for
+blocks.
 
-Cause: In push mode a decode engine reads nothing from its peer, so its registrations need only the peer's agents. But a
-heartbeat starts the complete handshake, which is needed only to read KV (base_worker.py 0.32.0:3192). The handshake
-refuses a peer whose ranks share a KV head (:2450). A registration that waits for this handshake (:1290) fails too.
+Cause: In push mode a decode engine reads nothing from its peer. So its registrations need only the peer's NIXL agents.
+But a heartbeat starts the complete handshake, which is needed only to read KV (base_worker.py 0.32.0:3192). The
+handshake refuses a peer whose ranks share a KV head (:2450). A registration that waits for this handshake (:1290) fails
+too.
 
 Fix: If the complete handshake would refuse the peer, a heartbeat asks only for the peer's agents, like a registration.
 - Remove when: Heartbeats of push mode make the same handshake as registrations.

@@ -6,7 +6,7 @@ the router lets the prefill engine generate more than one token, all prompts lon
 
 Cause: vLLM keeps the part of a window that the next token needs. After a prompt of P tokens, with a window of W, this
 part begins at token P - W + 1. The decode engine loads P tokens and computes the last token again. The last token needs
-token `P - W`. If a block begins at token P - W + 1, neither engine has the block of token `P - W`. Prefill frees this
+the KV of token `P - W`. If a block begins at token P - W + 1, no engine has the block of `P - W`. Prefill frees this
 block at the request's end (scheduler.py 0.32.0:3025), and decode allocates no block for token `P - W`
 (single_type_kv_cache_manager.py 0.32.0:350). So decode reads the null block.
 

@@ -5,7 +5,7 @@ tiering/p2p/manager.py. The bug needs `TieringOffloadingSpec` with a secondary t
 reach the engine can cause the crash, because the parameters of a request describe the peer.
 
 Cause: In the parameters, the tier expects dictionaries such as `remote_decoder`, each with a string `kv_request_id`.
-The tier does not check the types (tiering/p2p/manager.py 0.32.0:78-168), and uses `kv_request_id` as a key in the
+The tier does not check the types (tiering/p2p/manager.py 0.32.0:78-168), and uses `kv_request_id` as a dict key in the
 lookup and when the request ends (:392, :467). The scheduler catches no error.
 
 Fix: The fix ignores malformed values. If the tier then has no peer to load from, this engine computes the KV.

@@ -19,7 +19,7 @@ from kvfix.fixes.api import MP_WORKER_ADAPTER, Fix
 
 
 def harmless() -> str:
-    """Return a text if the transfer mode of this process is set, else ""."""
+    """Return a text if the environment of this process sets the transfer mode, else ""."""
     mode = os.environ.get("LMCACHE_MP_TRANSFER_MODE", "")
     return f"LMCACHE_MP_TRANSFER_MODE={mode} is set here; the server must have the same mode" if mode else ""
 

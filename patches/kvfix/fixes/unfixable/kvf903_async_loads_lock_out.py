@@ -4,7 +4,7 @@ Symptom: vLLM logs `Running: 0 reqs, Waiting: N reqs`, without throughput and wi
 full. The bug needs more requests than the blocks can hold, and a connector that loads asynchronously.
 
 Cause: A loaded request holds its blocks, cannot be preempted, and needs another block to run. If vLLM admits loads
-until they hold all blocks, no request gets another block. In vLLM 0.26, a load must leave enough free blocks for the
+until loads hold all blocks, no request gets another block. In vLLM 0.26, a load must leave enough free blocks for the
 prefills in flight (`reserved_blocks`). vLLM 0.32 also reserves blocks for draft tokens (`_spec_decode_step_blocks`). Up
 to 0.26, if the first waiting request cannot get blocks, vLLM does not try to schedule the loaded requests behind this
 request. kvfix cannot wrap a part of `schedule`, a function of 500 lines that differs in every release.

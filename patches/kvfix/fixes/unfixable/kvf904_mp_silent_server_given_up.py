@@ -6,7 +6,7 @@ is healthy again`. Then running requests, and later hits, return wrong text with
 Cause: As in KVF122, the worker drops the futures of all transfers, and reports the loads as failed and the stores as
 done (vllm_multi_process_adapter.py 0.5.5:1857). vLLM frees the blocks, while a slow server still runs the transfers.
 
-The worker cannot wait for the transfers, because a server that has restarted never finishes them. The worker cannot
+The worker cannot wait for the transfers, because a restarted server never finishes the transfers. The worker cannot
 detect a restart, because the client does not watch the connection (multiprocess/mq.py 0.5.5:281), and a restarted
 server answers pings like the old server.
 

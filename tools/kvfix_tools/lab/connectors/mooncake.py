@@ -76,7 +76,7 @@ class MooncakeSide(PairSide):
         self._host = mooncake_network.Host(self.network, self.name)
         self._host.side = self
         mooncake_network.replace(self._host)
-        #: Requests whose KV was kept for decode. `look` skips these requests, because decode may ask late and wait.
+        #: Requests whose KV was kept for decode. `look` skips these requests, because decode may ask late for the KV.
         self._were_kept: set[str] = set()
         #: {transfer that the peer waits for: the transfer's entry in `reqs_need_send`}
         self._awaited: dict[str, Any] = {}

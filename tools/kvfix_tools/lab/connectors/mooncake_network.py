@@ -41,7 +41,7 @@ class Loop(asyncio.SelectorEventLoop):
         """Allow calls to a closed loop, because a coroutine that ends with its engine may still call the loop."""
 
     def go_on(self) -> None:
-        for _ in range(10_000):  # more rounds than a step needs
+        for _ in range(10_000):  # more rounds of the loop than a step needs
             self.call_soon(self.stop)
             self.run_forever()
             if not self._ready:  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""LMCache's multi-process connector, and vLLM's copy of it. The lab replaces LMCache's client and transfer context."""
+"""Play LMCache's multi-process connector, and vLLM's copy. The lab replaces LMCache's client and transfer context."""
 
 import functools
 from collections.abc import Sequence
@@ -131,7 +131,7 @@ class MP(Connector):
             adapter.RequestClientFactory = SimpleNamespace(create=lambda url, context=None: self.server)
         else:
             adapter.MessageQueueClient = lambda url, context: MessageQueue(self.server)
-        adapter.HeartbeatThread = functools.partial(Heartbeat, self.server)  # no threads
+        adapter.HeartbeatThread = functools.partial(Heartbeat, self.server)  # a Heartbeat has no thread
         adapter.create_transfer_context = lambda *_, **__: self.server
 
     def _make_worker(self, rank: int, slots: Slots, options: Options, config: Any) -> MPWorker:
@@ -147,7 +147,7 @@ class MP(Connector):
         self.server.chunks.put(prompt)
 
     def not_stored(self, request: Any) -> list[int]:
-        """Return the first token of each whole chunk of the prompt that is not in the cache."""
+        """Return the index of the first token of each whole chunk of the prompt that the cache lacks."""
         chunks = self.server.chunks
         keys, _ = chunks.keys(request.prompt_token_ids, request.num_prompt_tokens, request.cache_salt or "")
         return [number * chunks.size for number, key in enumerate(keys) if key not in chunks.cache]

@@ -64,7 +64,7 @@ class _Storage:
 
 
 class _GPUConnector(NamedTuple):
-    """Replaces LMCache's GPU connector. `retrieve_layer` and `store_layer` advance a generator once per layer."""
+    """Replaces LMCache's GPU connector. `retrieve_layer` and `store_layer` advance its generators once per layer."""
 
     slots: Slots
 

@@ -1,4 +1,4 @@
-"""The memory of a rank as bytes, and copies in flight, for connectors that copy bytes between addresses.
+"""Model the memory of a rank as bytes, and copies in flight, for connectors that copy bytes between addresses.
 
 A copy takes several steps of the engine. If a piece of the source changes before the copy ends, the copy writes garbage
 to the target. So the lab detects if other requests write to the source too early.
@@ -14,7 +14,7 @@ import torch
 from kvfix_tools.lab.engine.memory import GARBAGE, Block, Slots
 from kvfix_tools.lab.options import Options
 
-#: Floats in the slot of one head: 32 for K, 32 for V (kv_layout.kv_cache). The content (memory.py) fills the first two.
+#: Floats in a head's slot: 32 for K, 32 for V (kv_layout.kv_cache). The content (memory.py) fills the first two floats.
 FLOATS = 64
 #: SLOT: bytes in the slot of one head. WORD: bytes of the content of a slot.
 SLOT, WORD = 4 * FLOATS, 8

@@ -12,7 +12,6 @@ OF_LMCACHE: dict[str, dict[str, Any]] = {
     "skip_save": {"lmcache.skip_save": True},
     "prefill": {"ret_first_tok": True, "disagg_spec": DECODER},
 }
-#: Parameters for vLLM's OffloadingConnector.
 OF_OFFLOADING: dict[str, dict[str, Any]] = {
     "load_little": {"max_load_tokens": 40},
     "load_nothing": {"max_load_tokens": 0},

@@ -17,7 +17,7 @@ from kvfix_tools.lab.options import CONNECTORS, OF_VLLM, PAIRS, Options
 
 FORMAT = 1
 
-#: {kind of step: weight}. A plain schedule has no faults.
+#: {kind of step: weight in the random choice}. A plain schedule has no faults.
 _PLAIN = {"step": 60, "admit": 10, "take_blocks": 2, "free_blocks": 3, "budget": 1, "reset_prefix_cache": 1}
 _FAULTS = {"abort": 4, "evict": 1, "fail_load": 2, "admit_again": 2, "timeout": 1, "preempt": 2}
 #: Steps that are drawn only if lookups take time.
@@ -74,7 +74,7 @@ def draw(
     """Draw the schedule of this seed.
 
     - plain: use LMCache's default options, and no aborts, failed loads, evictions or sessions
-    - lacks: settings, options, features and steps that this function does not draw
+    - lacks: settings, options, features and steps to leave out
     - real_server: draw options for a real server, and restarts of the server
     """
     if connector in PAIRS:

@@ -59,7 +59,7 @@ class CudaStream:
 
 class TorchCopy(Transfer):
     def __init__(self, check: CellCheck, tokens: int = 0) -> None:
-        """tokens: make host buffers for this number of tokens. 0: make them for all tokens of the cell."""
+        """tokens: make host buffers for this number of tokens (0: all tokens of the cell)."""
         self.block, self.chunk, device = check.geometry.block, int(check.cell.chunk), check.device
         self.host: Region = check.host(HOST, tokens)
         self.operations = f"torch {torch.__version__}: index, index_put_, copy_ on {device.type}"
@@ -113,7 +113,7 @@ def layers(tensors: list[torch.Tensor], geometry: Geometry) -> list[torch.Tensor
 
 
 def paged(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
-    """View a layer as int64 words: [blocks, slots, K and V, heads, words]. On the CPU, torch cannot index fp8."""
+    """View a layer as int64 words [blocks, slots, planes, heads, words], because torch cannot index fp8 on the CPU."""
     name, held = geometry.layout.name, tensor.view(torch.int64)
     words, heads, two = geometry.row_words, geometry.heads, geometry.planes
     if name == "mla":
