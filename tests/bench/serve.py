@@ -3,7 +3,7 @@
 vLLM preempts requests, because prompts are random, blocks are few, and prefill is chunked. A server in mode `strict`
 must answer every request. Then the clients ask three servers in turn: without kvfix, in mode `fix`, in mode `check`. A
 step takes 8 ms with the small model, and 10 to 50 ms with a real model. kvfix's time per step does not depend on the
-model. The scheduler and the worker are in one process, as with one GPU.
+model, so kvfix's share is smaller with a real model. The scheduler and the worker are in one process, as with one GPU.
 
 The four servers take nine minutes on two otherwise idle cores. Each server computes with one thread. Several threads
 would spin while they wait for one another, and the bench would mostly measure these waits.

@@ -84,7 +84,7 @@ def test_statistics_of_an_aborted_request(apply: bool, tmp_path: Path, newest_se
 
 @APPLY
 def test_polls_of_a_waiting_request_in_vllms_own_copy(apply: bool, tmp_path: Path, server_of_046) -> None:  # type: ignore[no-untyped-def]
-    """While a request waits for blocks, each lookup adds the hit to the stored tokens. So LMCache stores too little."""
+    """While a request waits for blocks, each lookup adds its hit to the stored count. So LMCache stores too little."""
     long, other = prompt(900, 21 + apply), prompt(640, 23 + apply)  # the cases share one server
     rounds = [[(long[:512], 1)], [(other, 40), (long, 2)], [(long, 2)]]
     upstream = {"LMCACHE_USE_UPSTREAM_MP": "1"}

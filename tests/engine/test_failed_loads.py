@@ -166,7 +166,7 @@ def main(job: dict[str, Any]) -> None:
     try:
         for name, case in CASES.items():
             out["cases"][name] = engine.play(case)
-    except IndexError as error:  # raised by torch's embedding
+    except IndexError as error:  # torch's embedding raises IndexError for the token id -1
         out["died"] = {"of": str(error), "failed": engine.failed}
     if job["apply"]:
         out["verdicts"] = {row.code: row.verdict for row in kvfix.status()}

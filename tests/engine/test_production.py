@@ -24,7 +24,7 @@ from tests.engine.start import CROWD, ENGINE, Ran, prompt
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 DRAFTS, ACCEPTED = "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens"
-ANSWERS = [(prompt(200, seed), 70) for seed in range(21, 25)]  # each prompt fills three chunks, its answer a fourth
+ANSWERS = [(prompt(200, seed), 70) for seed in range(21, 25)]  # a prompt fills 3 chunks, and its answer fills the 4th
 #: Two rounds send ANSWERS. A prompt of the third round is a prompt of ANSWERS, followed by the model's answer.
 TURNS = [ANSWERS, ANSWERS, [(each, 8) for each in range(len(ANSWERS))]]
 NGRAM: dict[str, Any] = {

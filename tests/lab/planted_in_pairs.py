@@ -145,7 +145,7 @@ def decode_forgets_what_it_waits_for(pair: Any, send: Any, request: str, registr
 
 
 def _reads_at(factor: int) -> Any:
-    """Return a fault: a decode rank reads prefill's blocks at an offset of `factor` * the block size of the rank."""
+    """Return a fault that shifts a decode rank's reads of prefill's blocks by `factor` * the rank's block size."""
     return lambda _, build, plan, *more: build(dataclasses.replace(plan, rank_offset_factor=factor), *more)
 
 

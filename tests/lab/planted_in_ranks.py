@@ -8,7 +8,7 @@ from kvfix_tools.lab.steps import prompt
 from tests.lab.planted import fault, noted, row, rows, steps, wrap
 from tests.lab.planted_faults import MP, V1
 
-#: Play two ranks. With mp, the second rank takes longer.
+#: Play two ranks. With mp, transfers of the second rank take longer.
 RANKS: dict[str, dict[str, Any]] = {"v1": {"ranks": 2}, "mp": {"ranks": 2, "rank_delay": 3}}
 
 #: Play decode context parallelism: each of two ranks has every second token.

@@ -94,7 +94,7 @@ def test_a_file_is_read_once_for_all_processes(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_hundred_in_a_row_take_one_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """kvfix reads the memory maps once, even if the maps change. A process with CUDA has thousands of memory maps."""
+    """kvfix reads the memory maps once, even if they change, because a process with CUDA has thousands of maps."""
     read: list[Path] = []
     mapped = other_process._mapped_files
     monkeypatch.setattr(other_process, "_mapped_files", lambda process: read.append(process) or mapped(process))
@@ -142,7 +142,7 @@ def test_a_thread_in_c_is_silent_and_has_one_call_in_its_queue() -> None:
 
 
 def test_an_exception_of_a_signal_handler_reaches_the_program() -> None:
-    """Up to 0.11, vLLM's signal handler may raise SystemExit in injected code. kvfix then raises it in the program."""
+    """Up to 0.11, vLLM's signal handler may raise SystemExit in injected code. The program must get the SystemExit."""
     code = "import signal; signal.raise_signal(signal.SIGINT)\nfor _ in range(10): pass"
     with target("sleeps") as process:
         assert inject.run(process.pid, code, seconds=60) == "failed: KeyboardInterrupt: "

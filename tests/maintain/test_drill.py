@@ -1,4 +1,4 @@
-"""`make drill` reports a rule that only a run with fixes violates, if no rule violated without fixes is as bad."""
+"""`make drill` reports a violation that occurs only with fixes, and is worse than all violations without fixes."""
 
 import pytest
 

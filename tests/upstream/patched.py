@@ -23,7 +23,7 @@ from kvfix.ledger.events import Asked
 from maintain import peers
 from tests.healthy import events, violated
 
-#: Seeds of random schedules without faults. With LMCache 0.3.10, only the schedule of seed 22 violates no rule.
+#: Seeds of random schedules without faults. With LMCache 0.3.10, all schedules but that of seed 22 violate a rule.
 SEEDS = (*range(3), 22)
 FAULTY = 4
 #: {fix: other fixes to apply with this fix}. Without KVF322, requests in the scenarios of KVF325 never end.
@@ -108,7 +108,7 @@ _OURS = (
     "lmcache.", "kvfix_tools.lab.", "vllm.distributed.kv_transfer.kv_connector.", "vllm.v1.core.",
     "vllm.v1.kv_offload.", "vllm.v1.simple_kv_offload.", "vllm.v1.kv_cache_spec_registry",
 )  # fmt: skip
-#: This package re-exports names of its modules. The lab has replaced time and threads in these modules.
+#: `prefer` unloads this whole package, because its modules re-export names, and the lab has replaced time and threads.
 _NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
 #: The lab has replaced asyncio and the settings of this module. These replacements make upstream's tests wait minutes.
 _MOONCAKE = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector"
@@ -161,7 +161,7 @@ def tried(folder: str, dist: str, tests: list[str], code: str, played: list[str]
 
 
 def plays_with_fixes(wanted: dict[str, list[str]]) -> dict[str, dict[str, str]]:
-    """Return the digests of plays() with each fix, by the fix's code. wanted: connectors to play, by the fix's code."""
+    """Return {code of a fix: digests of plays() with the fix}. wanted: {code of a fix: connectors to play}."""
     return {code: plays(code, played, [code, *BESIDE.get(code, [])])["digests"] for code, played in wanted.items()}
 
 
@@ -216,7 +216,7 @@ def regression(folder: Path, tests: list[str]) -> dict[str, Any]:
     count = Count()
     known = {name for file in peers.KEPT.glob("*-*.json") for name in json.loads(file.read_text())["not passed"]}
     red = [f"--deselect={name}" for name in sorted(known) if name.partition("::")[0] in tests]
-    # `pytest_asyncio.plugin` silently ends vLLM's tests of MooncakeConnector too early, so theirs() does not load it.
+    # `pytest_asyncio.plugin` silently ends vLLM's tests of MooncakeConnector too early, so theirs() omits the plugin.
     _run(folder, ["-p", "pytest_asyncio.plugin", *red, *tests], plugins=[count])
     return count.found
 

@@ -1,4 +1,4 @@
-"""Patches for vLLM also apply to newer releases. If a patch fails, add `vllm-<release>.patch` next to this patch."""
+"""Patches for vLLM also apply to newer releases. If a patch does not apply, put `vllm-<release>.patch` next to it."""
 
 from pathlib import Path
 

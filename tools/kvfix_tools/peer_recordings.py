@@ -2,7 +2,7 @@
 
 The `kv_transfer_params` of a decode request name the engine and the request whose blocks the decode request reads. The
 event ReadsFrom records the two names. Two facts order the events of two engines whose clocks differ. First, a lease
-begins before the router forwards the parameters. Second, decode sends a release message after its request has arrived.
+begins before the router forwards the parameters. Second, a release message ends a lease after decode got the request.
 """
 
 import functools
@@ -39,8 +39,8 @@ class Reader(NamedTuple):
     request: str
     loaded: bool
     failed: bool  # the load failed, or the request ended before the push. In both cases vLLM sends no release message
-    #: The latest time at which the load, or a request without a load, may have ended, by the keeping engine's clock in
-    #: ns. None if the reader's recording has no end, or if the clock difference has no known lower bound.
+    #: The latest possible end of the load (or of a request without a load), in ns of the keeping engine's clock. None
+    #: if the reader's recording has no end, or if the clock difference has no known lower bound.
     done: int | None
     pushed: bool  # True: prefill writes the blocks (push)
 
@@ -167,7 +167,7 @@ class Peers:
 
 
 def _with_readers(engine: Engine, kept: str, readers: Sequence[Reader]) -> Iterator[ev.Event]:
-    """Yield a request's events, its lease's end, and its reads. Without a release message, reads precede the end."""
+    """Yield a request's events, its lease's end, and its reads. If a release message is missing, reads come first."""
     ended, expired = _end(engine.history(kept))
     events = [entry.event for entry in _of_scheduler(engine, kept)]
     leased = any(isinstance(event, ev.Leased) for event in events)

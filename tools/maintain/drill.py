@@ -50,7 +50,7 @@ def newest(dist: str) -> str:
 
 
 def effect(rule: str, unknown: int) -> int:
-    """Return the position of the rule's effect in EFFECTS; 0 is the worst. unknown: result for any other rule."""
+    """Return the position of the rule's effect in EFFECTS; 0 is the worst. unknown: result for rules not in EFFECTS."""
     return next((at for at, rules in enumerate(EFFECTS) if rule in rules), unknown)
 
 

@@ -94,7 +94,7 @@ def violations(text: str, first: int = 1) -> Iterator[tuple[int, str]]:
 
 
 def paragraphs(text: str) -> Iterator[tuple[int, str]]:
-    """Yield (number of the first line, counted from 0; text) of each paragraph and each list item of prose."""
+    """Yield (number of the first line, text) of each paragraph and list item of prose. The text's first line is 0."""
     for opening, token in pairwise(MarkdownIt().enable("table").parse(_FIELD.sub("- ", text))):
         if opening.type == "paragraph_open" and token.map:
             yield token.map[0], token.content

@@ -169,12 +169,12 @@ def _computed(cache: Any, slots: Any) -> Any:
     """Return the KV that vLLM's attention reads in these slots, as [parts, tokens, width]."""
     if not getattr(cache, "is_floating_point", bool)() or cache.element_size() == 1:
         raise NotAudited(f"vLLM's KV is {_kind(cache)}")
-    if cache.ndim == 3:  # MLA: [blocks, block, width]
+    if cache.ndim == 3:  # MLA: [blocks, slots, width]
         return cache[slots // cache.shape[1], slots % cache.shape[1]][None]
-    if cache.ndim == 4:  # [blocks, heads, block, K followed by V of one token and head]
+    if cache.ndim == 4:  # [blocks, heads, slots, K followed by V]
         rows = cache[slots // cache.shape[2], :, slots % cache.shape[2]]
         return rows.unflatten(2, (2, -1)).permute(2, 0, 1, 3).flatten(2)
-    if cache.ndim == 5 and 2 in cache.shape[:2]:  # [K and V, blocks, block, heads, width], or blocks first
+    if cache.ndim == 5 and 2 in cache.shape[:2]:  # [2 (K, V), blocks, slots, heads, width], or blocks first
         cache = cache if cache.shape[0] == 2 else cache.transpose(0, 1)
         return cache[:, slots // cache.shape[2], slots % cache.shape[2]].flatten(2)
     raise NotAudited(f"vLLM's KV is {_kind(cache)}")

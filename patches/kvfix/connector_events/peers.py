@@ -14,7 +14,6 @@ from kvfix import applying
 from kvfix.engine_state.reader import Reader, Span, Spans
 from kvfix.wrapping import after, around
 
-#: Name of the attribute in which a worker keeps its Leases.
 _HELD = "_kvfix_leases"
 #: kvfix ignores an id in a request's body if the id has more characters than LONGEST.
 LONGEST = 256
@@ -94,7 +93,7 @@ class NixlPush(Nixl):
     _span = _Peer._span
 
     def waits(self, request: str) -> bool:
-        """Return True until KVF322 sees that the load has ended, or lets the load fail. False without KVF322."""
+        """Return True until KVF322 sees that the load has ended, or fails the load. Without KVF322, return False."""
         return request in getattr(self._worker, "_kvfix_ends", ())
 
 

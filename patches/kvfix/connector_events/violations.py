@@ -37,7 +37,7 @@ class Violation(Exception):
 
 
 def report(watched: "WatchedConnector", hook: str, finding: Finding, error: Exception | None) -> None:
-    """Report that `hook` violated a rule. In mode `strict`, raise Violation, unless the hook itself has raised."""
+    """Report a violation in `watched`'s method `hook`. In mode `strict`, raise Violation, unless `hook` raised."""
     if _is_suppressed(finding):
         return
     session.violations[finding.code] = session.violations.get(finding.code, 0) + 1

@@ -3,7 +3,7 @@
 Each process with a connector runs the watchdog in a daemon thread. The watchdog reads the engine's state at intervals.
 The watchdog takes no lock and calls no function of the engine. A standstill is one of these states:
 
-- the main thread stays in one call of a hook or, while the engine starts, in one call of LMCache
+- the main thread stays in one call of a connector's hook or, while the engine starts, in one call of LMCache
 - requests wait, no request has computed a token or ended, and the workers compute nothing
 
 The watchdog does not report:
@@ -66,7 +66,7 @@ def _limit() -> float:
 
 
 class Watchdog:
-    """Look at the engine 12 times within `limit` seconds. Report each standstill once."""
+    """Look at the engine every `limit` / 12 seconds. Report each standstill once."""
 
     def __init__(self, limit: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit = limit
@@ -117,7 +117,7 @@ class Watchdog:
                 if request.status.name not in of_others and not request.status.name.startswith("FINISHED"):
                     computed[request.request_id] = request.num_computed_tokens
         went_on = any(computed.get(name) != tokens for name, tokens in self._computed.items())
-        computing = steps == self._steps and _is_with_workers(calls)  # if `steps` has grown, the workers have answered
+        computing = steps == self._steps and _is_with_workers(calls)  # new steps show that the workers answer
         self._computed, self._steps = computed, steps
         return not computed or paused or went_on or computing
 

@@ -15,7 +15,7 @@ A request has these fields:
      "since": 3.1,              seconds that the request has waited; None: not known
      "computed": 128, "total": 140, "prompt": 138, "blocks": 8, "preemptions": 0, "priority": 0,
      "report": "loaded",        load report that the scheduler has not handled yet: "loaded", "failed", or "" for none
-     "needs": 1,                free blocks for admission, with "reserved" if a load runs between steps; None: not known
+     "needs": 1,                free blocks to admit the request; a load between steps adds "reserved"; None: not known
      "lookup": "in flight", "asked": 0, "hit": 128, "promised": 128, "granted": 128, "loading": [0, 128],
      "loaded": 128, "stored": 0, "phase": "READY", "source": "recorder"}
 

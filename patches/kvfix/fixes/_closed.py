@@ -36,7 +36,7 @@ def _is_local(request: Any) -> bool:
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """Return None instead of calling the function."""
+    """Return None, and do not call the wrapped function."""
 
 
 def set_to(name: str, value: Any) -> Callable[..., Any]:

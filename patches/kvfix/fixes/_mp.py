@@ -164,12 +164,12 @@ def worker_side(**more: Any) -> Any:
 
 
 def get_finished(hook: Callable[..., Any], adapter: Any) -> Any:
-    """Call the hook `get_finished` in a probe. The hook's number of parameters differs between releases."""
+    """Call `hook`, which is `get_finished`, in a probe. The number of parameters differs between releases."""
     return hook(adapter, *([set()] * (len(inspect.signature(hook).parameters) - 1)))
 
 
 def is_left_unanswered(hook: Callable[..., Any], operation: str) -> bool:
-    """Call the hook of `cancel_streams`. Return True if a request in flight gets no answer."""
+    """Call `hook`, which is `cancel_streams`. Return True if a request in flight gets no answer."""
     answers: list[Any] = []
     future = stubs.Stub(set_result=answers.append, set_exception=answers.append)
     hook(stubs.Stub(pending_streams={}, pending_futures={0: (future, stubs.Stub(operation=operation))}))

@@ -96,7 +96,7 @@ class Failures:
         return next((line for line in self.lines if _is_heading(line) or _terminates(line)), None)
 
     def is_ending(self, line: LogLine) -> bool:
-        """Return True if this line's process is shutting down. The process's later errors are consequences."""
+        """Return True if this line's process is shutting down. The shutdown causes the process's later errors."""
         return line.file in self.closing
 
     @property
@@ -113,7 +113,7 @@ class Failures:
 
 
 def _quoted(line: LogLine) -> LogLine | None:
-    """Return the worker's exception that this engine's line quotes, without class and frames, or None."""
+    """Return this engine line with only the quoted text of the worker's exception, or None if the line quotes none."""
     text = str(line.fields["text"])
     found = _IN_A_WORKER.match(text) if text.startswith("Worker failed with error") else None
     if found is None or not found["text"]:

@@ -1,4 +1,4 @@
-"""Read settings and server options from the source of the installed LMCache, because their names change."""
+"""Read settings and server options from the source of the installed LMCache, because releases use different names."""
 
 import ast
 import json
@@ -92,7 +92,7 @@ def _definition(name: str, node: ast.Dict) -> Definition:
 
 
 def words(name: str, packages: Packages) -> set[str]:
-    """Return the words that a setting allows. Return an empty set for any word, or if the code cannot be read."""
+    """Return the words that a setting allows. Return an empty set if all words are allowed, or unknown."""
     module, holder = _WORDS.get(name, ("", ""))
     tree = packages.tree(module) if module else None
     table, function = assigned(tree, holder), defined(tree, holder)

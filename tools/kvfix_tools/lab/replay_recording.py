@@ -39,7 +39,7 @@ def kinds(findings: list[Finding]) -> list[list[str]]:
 
 
 def options(found: recording.Recording) -> Options:
-    """Return the lab's options. Raise ValueError unless the file has one scheduler with sizes and a KINDS connector."""
+    """Return lab options. Raise ValueError unless just one scheduler in the file has sizes and a connector of KINDS."""
     lines = [line for line in found.connectors.values() if line.get("role") == "SCHEDULER"]
     known = [line for line in lines if line["name"] in KINDS and line.get("sizes")]
     if len(known) != 1:

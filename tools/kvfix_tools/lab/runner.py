@@ -98,7 +98,7 @@ def play(scenario: Scenario, fixes: bool, only: Sequence[str] = ()) -> Result:
 
 
 def played(*more: str) -> list[str]:
-    """Return the codes of the default fixes, of NAMED, and of these opt-in fixes."""
+    """Return the codes of the default fixes, of NAMED, and of the opt-in fixes in `more`."""
     return [fix.code for fix in catalogue.fixes() if not fix.opt_in or fix.code in (*NAMED, *more)]
 
 

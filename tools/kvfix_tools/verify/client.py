@@ -17,7 +17,7 @@ SILENCE = 120.0  # maximum seconds without a byte from the server
 
 
 class Refused(Exception):
-    """The server is unreachable or returns an error. The exception's text has the reason, and what to do."""
+    """The server is unreachable or returns an error. The exception's text says why, and what the user can do."""
 
 
 class OutOfTime(Exception):

@@ -5,8 +5,8 @@ this noise with controls. A *control* is the difference between two answers to t
 first answer without cached KV, and the second answer with its own prefix cache. A control uses no KV of the connector.
 
 The run assumes that right KV from the connector causes differences with the same distribution as the controls. Under
-this assumption, every ranking of the differences and controls by size is equally likely. So the error rates below are
-exact bounds. A difference counts only above `MARGIN` times the largest control. So the bounds also hold if right KV
+this assumption, every ranking of the differences and controls by size is equally likely. So the error rates of `Judge`
+are exact bounds. A difference counts only above `MARGIN` times the largest control. So the bounds also hold if right KV
 causes differences up to `MARGIN` times as large as the controls.
 """
 
@@ -19,7 +19,7 @@ from typing import NamedTuple
 FALSE_ALARMS = 1e-4
 MARGIN = 2.0
 TOO_NOISY = 2.0  # in nats. If the limit (MARGIN times the noise) is above this value, the run proves nothing
-FAR = 20.0  # a difference above this multiple of the largest control is not noise, even if new prompts differ less
+FAR = 20.0  # a difference above this multiple of the largest control is not noise, even if fresh prompts differ less
 SPARE = 2  # number of fresh prompts (`Judge.needed`) that need not differ
 SMALLEST = -9999.0  # vLLM's smallest log probability. kvfix also uses this value for NaN
 
@@ -35,7 +35,7 @@ def has_numbers(answer: Answer) -> bool:
 
 
 class Difference(NamedTuple):
-    """The largest difference between log probabilities of one token, in nats."""
+    """The largest difference between one token's log probabilities in two answers, in nats."""
 
     size: float
     position: int  # index of the generated token
@@ -89,7 +89,7 @@ class Judge(NamedTuple):
         return above > 0 and chance < FALSE_ALARMS / 2
 
     def needed(self, compared: int) -> int:
-        """Return N. A difference is confirmed if N of N + SPARE fresh prompts differ. compared: number of answers."""
+        """Return N. A difference counts if N of N + SPARE fresh prompts differ. compared: number of comparisons."""
         needed = 1
         while compared * _second(needed, len(self.controls)) > FALSE_ALARMS / 2:
             needed += 1

@@ -1,7 +1,7 @@
 """Make the page "Is my pair safe?" (theme/pair.js) from the fingerprints and docs/matrix.json (`make matrix`).
 
 A pair is a vLLM release and an LMCache release. For some pairs, mostly pairs of old releases, the lab has no result
-about a bug. The fingerprints then show if the code has the bug. Otherwise the page would show the bug as absent.
+about a bug. For these pairs, the page shows the fingerprints' result, because a missing result would look like no bug.
 """
 
 import json
@@ -19,8 +19,8 @@ from maintain.documentation.markdown import span, table
 from maintain.scenario_matrix import Pairs
 
 FIXED, NOT_FIXED, CLEAN, NOT_PLAYED = "bug, fixed", "bug, **not fixed**", "no bug", "-"
-#: Letters for the cells in the data of the page. A cell that is NOT_PLAYED gets one of the last three letters. C: the
-#: code has the bug. r: the code does not have the bug. -: neither release has a function that the fix changes.
+#: Letters for the cells in the page's data. A NOT_PLAYED cell gets C if the released code has the bug, and r if the
+#: code does not have the bug. The cell gets - if neither release has a function that the fix changes.
 _LETTERS = {FIXED: "F", NOT_FIXED: "N", CLEAN: "c"}
 _IN_THE_CODE, _RIGHT, _ABSENT = "C", "r", "-"
 
@@ -71,7 +71,7 @@ def _letters(fix: Fix, pairs: Pairs) -> list[str]:
 
 
 def of_fix(pairs: Pairs, code: str) -> str:
-    """Return a fix's table, with a row for each vLLM release and a column for LMCache releases with equal outcomes."""
+    """Return a fix's table. A row is a vLLM release. A column has neighbouring LMCache releases with equal outcomes."""
     slugs = _scenarios(code)
     if not slugs:
         return "No scenario of the lab shows this bug. Tests with the released code show the bug instead.\n"

@@ -10,9 +10,10 @@ because each rank's KV depends on all ranks. The other ranks store the wrong KV 
 After the step vLLM computes the tokens again, but the caches of the other ranks keep the wrong chunks. KVF007 fixes
 only the rank whose load failed.
 
-Fix: With several workers, the fix delays the saves of a step that loads KV, and of steps that start before vLLM has the
-output of this step. By then vLLM has all ranks' load reports, and has rolled back or ended the failed requests. The fix
-then makes the delayed saves, except saves of ended or preempted requests, because vLLM may have reused their blocks.
+Fix: With several workers, the fix delays the saves of a step that loads KV. The fix also delays saves of steps that
+start before vLLM has the output of the loading step. With the output, vLLM has all ranks' load reports, and rolls back
+or ends the failed requests. The fix then makes the delayed saves, except saves of ended or preempted requests. vLLM may
+have reused the blocks of these requests.
 
 The worker of a kv_producer stores every request that has metadata (:1152). So the fix marks the metadata of a request
 whose save is delayed, and the worker skips this request. If a request names a decoder (`disagg_spec`), the store is the
@@ -57,7 +58,7 @@ class Unsaved:
     def put_off(self, meta: Any) -> None:
         """Delay this save to a later step."""
         setattr(meta, _STORE_NOTHING, True)
-        if not meta.save_spec.can_save:  # without the mark, only a kv_producer stores now. The next save has the tokens
+        if not meta.save_spec.can_save:  # the mark keeps a kv_producer from storing now. The next save has the tokens
             return
         later = copy.copy(meta)
         delattr(later, _STORE_NOTHING)

@@ -52,7 +52,7 @@ def fix(adapter: Any, answer: Any, request_id: str, *_: Any, **__: Any) -> None:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Let a load of two blocks fail, and read the result of the load. With the bug, no block is reported."""
+    """Let a load of two blocks fail, and read the result of the load. With the bug, LMCache reports no block."""
     failed = stubs.Stub(query=lambda: True, wait=lambda timeout=None: True, result=lambda timeout=None: False)
     failed.to_cuda_future = lambda: failed  # up to 0.4.5 the hook calls to_cuda_future
     adapter = _mp.worker_side(

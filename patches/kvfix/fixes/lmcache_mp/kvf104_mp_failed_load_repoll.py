@@ -46,7 +46,7 @@ def fix(module: Any) -> Wrapper:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Repeat a lookup after a failed load, without and with a preemption. With the bug, the hit is promised again."""
+    """Repeat a lookup after a failed load, without and with a preemption. The bug promises the hit a second time."""
     for status in (None, module.RequestStatus.PREEMPTED):
         connector, request = _mp.scheduler_side(module, found=512), stubs.request(2048)
         hook(connector, request, 0)

@@ -29,7 +29,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
     start, send = stubs.Calls(), stubs.Calls()
     adapter = stubs.Stub(_send_register_kv_caches_request=send, _ensure_heartbeat_started=start)
     adapter.lmcache_tokens_per_chunk = 256
-    # Without layout_hints (an argument since 0.5.5), the hook reads vLLM's configuration, which a probe lacks.
+    # Without layout_hints (an argument since 0.5.5), LMCache reads vLLM's configuration, which a probe lacks.
     hook(adapter, {}, **({"layout_hints": {}} if "layout_hints" in inspect.signature(hook).parameters else {}))
     return not start
 

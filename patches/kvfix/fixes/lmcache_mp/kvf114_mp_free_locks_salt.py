@@ -1,10 +1,10 @@
 """Chunks stay locked until a timeout: LMCache releases the locks of a request with a `cache_salt` under another key.
 
 Symptom: vLLM logs nothing. With `cache_salt`, the server keeps read locks on chunks that vLLM already has. Until the
-read TTL (`read_ttl_seconds`, 300 s) ends, the server cannot evict these chunks. Other requests may lose their locks.
+read TTL (`read_ttl_seconds`, 300 s) ends, the server cannot evict these chunks. Requests without salt may lose locks.
 
 Cause: `update_state_after_alloc` releases the locks of chunks that need no load, but does not pass the salt
-(lmcache_mp_connector.py 0.5.0:1013). The salt is part of the key.
+(lmcache_mp_connector.py 0.5.0:1013). The salt is part of the key. So the server releases locks of chunks without salt.
 
 Fix: While `update_state_after_alloc` runs, the fix passes the salt of the request to `free_lookup_locks`.
 - Upstream: https://github.com/LMCache/LMCache/issues/3770, fixed in 0.5.1;

@@ -8,8 +8,8 @@ block list has null block 0 in place of the blocks before the window. vLLM frees
 LMCache's tracker has its own list for later stores, and only adds blocks to this list (`slice_block_ids_per_group`,
 v1/multiprocess/group_view.py 0.5.6:180). The tracker's list is wrong in two cases:
 
-- vLLM has a prefix hit on tokens that LMCache does not have (in 0.5.6, only on tokens that LMCache has evicted). The
-  tracker's list then has null blocks for these tokens.
+- vLLM has a prefix hit on tokens that LMCache does not have. (In 0.5.6, this happens only after LMCache evicts chunks.)
+  The tracker's list then has null blocks for these tokens.
 - A failed load has set the tracker's hit to 0 (lmcache_mp_connector.py 0.5.6:1288). LMCache then stores a chunk late,
   when other requests already have the chunk's blocks.
 
@@ -70,7 +70,7 @@ def new_shows_bug(hook: Any, module: Any) -> bool:
 
 
 def cached_shows_bug(hook: Any, module: Any) -> bool:
-    """Let the tracker count 0 of 768 computed tokens. The bug stores tokens whose window blocks are freed."""
+    """Let the tracker count 0 of 768 computed tokens. With the bug, LMCache stores freed window blocks."""
     connector = _windows.scheduler_side(module, 256, list(range(1, 65)), list(range(65, 129)), computed=0)
     return len(_windows.stored(hook, module, connector, 768, 256, blocks=[])) > 1
 

@@ -12,7 +12,7 @@ At the end of a request, vLLM also frees the blocks before the window at once (s
 other blocks of the request only when the stores have ended. LMCache waits for its stores only after a preemption
 (`need_flush_before_forward`, lmcache_mp_connector.py 0.5.6:1478).
 
-Fix: The fix records which blocks of windows and states the stores read, and which of these blocks vLLM has freed. If a
+Fix: The fix records the blocks of windows and states in each store, and the blocks that vLLM has freed since. If a
 step uses a freed block, the fix sets the flag that LMCache sets after a preemption. Before the step, each worker then
 waits for stores in flight, at most `mq_timeout` for each store. On CUDA, LMCache up to 0.5.5 waits only with KVF106.
 - Releases: LMCache 0.4.7 to 0.5.6. Earlier releases were not tested with several KV groups.

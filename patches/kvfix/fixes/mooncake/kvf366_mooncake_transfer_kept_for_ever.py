@@ -16,7 +16,7 @@ from kvfix import clock
 from kvfix.fixes import _mooncake
 from kvfix.fixes.api import MOONCAKE_WORKER, Any, Fix, fix_before, note
 
-#: Seconds between checks. The fix removes an entry that has no waiter in two checks. A new entry has no waiter yet.
+#: Seconds between checks. An entry without a waiter stays until the second check, because a new entry has none yet.
 _PAUSE = 0.25
 
 

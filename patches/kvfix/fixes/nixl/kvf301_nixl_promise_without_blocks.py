@@ -60,13 +60,13 @@ def _fails_loads(module: Any) -> bool:
 
 
 def _asked_for(function: Any) -> tuple[str, ...]:
-    """Return the keys that update_state_after_alloc needs for a transfer. Before vLLM 0.15, it needs no request id."""
+    """Return the keys that update_state_after_alloc needs for a transfer. vLLM before 0.15 needs no request id."""
     constants = getattr(getattr(inspect.unwrap(function), "__code__", None), "co_consts", ())
     return next((each for each in constants if isinstance(each, tuple) and _KEYS[0] in each), _KEYS)
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Look up a remote prefill that names no blocks. With the bug, the tokens of the prefill are promised."""
+    """Look up a remote prefill that names no blocks. With the bug, the connector promises the prefill's tokens."""
     request = stubs.request(32, kv_transfer_params={"do_remote_prefill": True, "remote_block_ids": []})
     return bool(hook(_nixl.scheduler_side(), request, 0)[0])
 

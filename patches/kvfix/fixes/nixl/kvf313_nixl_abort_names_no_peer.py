@@ -3,7 +3,7 @@
 Symptom: EngineCore dies in `build_connector_meta` with `KeyError: 'remote_request_id'` or another key of the peer.
 
 Cause: If a request ends before it was scheduled, request_finished adds the request to the list of receiving requests
-(pull_scheduler.py 0.32.0:228). The worker then tells the prefill engine to free the blocks. In the next step
+(pull_scheduler.py 0.32.0:228). The worker tells prefill to free the blocks of listed requests. In the next step,
 add_new_req_to_recv reads the peer's address from the request's parameters without a check (metadata.py 0.32.0:333).
 
 Fix: Before build_connector_meta, the fix removes requests without a peer from the list of receiving requests.

@@ -25,7 +25,7 @@ def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """End a prefill that has no blocks. With the bug, the worker is not told about the end."""
+    """End a prefill that has no blocks. With the bug, the scheduler does not tell the worker about the end."""
     connector = _nixl.scheduler_side()
     hook(connector, _nixl.finished_prefill(8), ([],))
     return not connector._reqs_not_processed

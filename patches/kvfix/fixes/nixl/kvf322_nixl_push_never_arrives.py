@@ -5,16 +5,16 @@ decode engine logs `registration for request ... timed out after 480.0s without 
 for an aborted request. `GPU KV cache usage` rises, until no request runs.
 
 Cause: The decode engine registers its blocks with the prefill engine, and waits for a write. A prefill engine that
-cannot write to the blocks does not tell the decode engine. For example, the prefill was aborted, the lease is over, or
-the KV went to another request with the same id. The prefill engine may also be unable to connect, or have ended. If the
-router sends a request to both engines at once, each engine may wait for the other engine's blocks.
+cannot write to the blocks reports nothing to the decode engine. For example, the prefill was aborted, the lease is
+over, or the KV went to another request with the same id. The prefill engine may also have ended, or fail to connect. If
+the router sends a request to both engines at once, each engine may wait for the other engine's blocks.
 
 After `push_registration_timeout`, build_connector_meta drops the registration and logs the timeout (push_scheduler.py
 0.32.0:297-330), but the decode worker continues to wait. vLLM keeps the blocks of an aborted request until the worker
 reports the request's load (v1/core/sched/scheduler.py 0.32.0:2703).
 
-Fix: The fix adds an end time to the registration. After this time the prefill engine's worker begins no write. Five
-seconds later the decode engine's worker reports the load as failed, and vLLM applies `kv_load_failure_policy`.
+Fix: The fix adds an end time to the registration. After this time the prefill engine's worker begins no write. If the
+load is still open five seconds later, decode's worker reports a failed load. vLLM applies `kv_load_failure_policy`.
 
 Mixed roll-out: The prefill engine and the decode engine must both have the fix. In the prefill engine alone the fix
 changes nothing. If only the decode engine has the fix, prefill may write into blocks that decode has already freed.

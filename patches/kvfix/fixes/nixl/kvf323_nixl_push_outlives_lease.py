@@ -19,7 +19,7 @@ import threading
 from kvfix.fixes import _closed, _nixl
 from kvfix.fixes.api import GO_ON, NIXL_BASE_WORKER, NIXL_PUSH_WORKER, Any, Fix, Steps, fix_around, note, stubs
 
-#: The writer thread and the thread of the worker's hooks share _BEGINNING and _OVER under this lock.
+#: The writer thread and the thread that calls `_reap_expired_send_leases` share _BEGINNING and _OVER under this lock.
 _lock = threading.Lock()
 #: _BEGINNING: a worker's attribute with the requests whose write is starting.
 #: _OVER: a worker's attribute with the newest _MOST requests whose lease has ended.

@@ -8,7 +8,7 @@ registration under decode's request id. To drop the registration, the worker use
 nothing. To find a prefill's registration, the worker compares ids without the ends (:409). So the worker can write KV
 of a later request with the same id into the blocks of the old registration. The later decode request gets no KV.
 
-Fix: The fix drops a registration after `push_registration_timeout`. The decode engine's own timeout ends earlier.
+Fix: The fix drops a registration after `push_registration_timeout`. The decode engine's own timeout has ended by then.
 - Remove when: vLLM drops registrations for which nothing is pushed.
 """
 

@@ -76,7 +76,7 @@ def _answer_of(record: str, answers: Callable[..., Answers], log: Any, line: Any
 
 
 def note(*on: str) -> Callable[[Keeps], Keeps]:
-    """Register a function that stores facts of lines (kinds: `on`) in `log.state`. Other functions use the facts."""
+    """Register a function that stores facts of lines in `log.state` for other functions. on: kinds of the lines."""
 
     def register(keep: Keeps) -> Keeps:
         for kind in on:
@@ -95,6 +95,6 @@ def functions() -> dict[str, Callable[..., Answer | None]]:
 
 
 def notes() -> dict[str, list[Keeps]]:
-    """Return {kind of line: functions that `note` registered}. kvfix calls them before the functions in FUNCTIONS."""
+    """Return {kind of line: functions that `note` registered}. kvfix calls FUNCTIONS after these functions."""
     functions()
     return _NOTES

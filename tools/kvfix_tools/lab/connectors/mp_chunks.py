@@ -26,11 +26,11 @@ class Chunks:
     def keep(self, windows: Sequence[int] = ()) -> None:
         """Set the window sizes (in tokens) that a worker registers. The sizes determine the objects of a chunk."""
         self.objects = stored_objects(self._options, windows)
-        #: not_stored(groups, number of chunks) returns [object][chunk]: True if the server skips the chunk's object.
+        #: `not_stored(groups, number of chunks)[object][chunk]` is True if the server skips the chunk's object.
         self.not_stored = _all_null(self._options, self.objects)
 
     def keys(self, tokens: Any, end: int, salt: str) -> tuple[list[Any], list[int]]:
-        """Return the keys of whole chunks before `end`, and the tokens' contents. A key depends on earlier tokens."""
+        """Return the keys of whole chunks before `end`, and each token's content. A key depends on earlier tokens."""
         contents = Prefix(hash((1, salt or 1))).of(list(tokens[:end]))
         ends = range(self.size, end + 1, self.size)
         return [(salt, contents[last - 1]) for last in ends], contents
@@ -40,9 +40,9 @@ class Chunks:
         return (rank, *stored.key(chunk)) if rank else stored.key(chunk)
 
     def right(self, stored: StoredObject, contents: list[int], number: int, rank: int) -> list[int]:
-        """Return the right content of an object. contents: the right contents of the request's tokens."""
+        """Return the correct content of an object. contents: the correct content of each token of the request."""
         end = (number + 1) * self.size
-        own = self._slots[rank][0].own  # start=0 is right, because each chunk's first token belongs to rank 0
+        own = self._slots[rank][0].own  # its default start=0 is correct: rank 0 has each chunk's first token
         parts = [own(of_rank(rank, group.right(contents[end - kept : end]))) for group, kept in stored.parts]
         return parts[0] if len(parts) == 1 else [content for part in parts for content in part]
 
@@ -52,7 +52,7 @@ class Chunks:
                 yield stored, rank, self.key(stored, chunk, rank)
 
     def put(self, tokens: list[int]) -> None:
-        """Store all objects of the whole chunks of this prompt, with the right contents."""
+        """Store all objects of the whole chunks of this prompt, with the correct contents."""
         keys, contents = self.keys(tokens, len(tokens), "")
         for number, chunk in enumerate(keys):
             for stored, rank, key in self._keys(chunk):

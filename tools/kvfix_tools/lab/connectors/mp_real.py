@@ -215,7 +215,7 @@ class RealServer(Server):
         return self.process.delete(keys, tier, force) if keys else 0
 
     def kept(self) -> dict[str, set[str]]:
-        """Return requests with locks or unread lookups. The server reports numbers, so the lab finds the requests."""
+        """Return requests with locks or unread lookups. The server reports only numbers, so the lab finds the names."""
         self._end_leases()
         now = self.process.locks()
         self.events.counts["evicted_by_server"] += max(0, len(self.chunks.cache) - now["objects"])

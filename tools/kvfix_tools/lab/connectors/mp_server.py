@@ -281,7 +281,7 @@ class Server:
         return self._answer_later(load_in_time, rank, load=(rank, request_id), late=load)
 
     def flush_inflight_stores(self, *args: Any, **more: Any) -> None:
-        """Run all actions in flight, even if `down`. Up to 0.5.5, LMCache and the lab do nothing (FLUSHES)."""
+        """Run all actions in flight, even if `down`. Before LMCache 0.5.6, do nothing, as LMCache does (FLUSHES)."""
         if not releases.missing(releases.FLUSHES):
             self.down = False
             while self._later:
@@ -298,7 +298,7 @@ class Server:
             self.events.loaded(name, 0, 0, rank)
 
     def lose_loads(self, rank: int, unreported: set[str]) -> None:
-        """Drop this rank's loads. Run stores and lookups now. unreported: requests whose ended load is not reported."""
+        """Drop this rank's loads. Run stores and lookups now. unreported: requests with an ended, unreported load."""
         in_flight, self._later = self._later, deque()
         lost = set(unreported)
         for due in in_flight:
@@ -315,6 +315,6 @@ class Server:
 
 
 def _block_ids(arguments: tuple[Any, ...]) -> list[list[int]]:
-    """Find the blocks of each KV group in a transfer's arguments. LMCache releases pass different arguments."""
+    """Find the blocks of each KV group in a transfer's arguments. The arguments differ between LMCache releases."""
     found: list[Any] = next(argument for argument in arguments if isinstance(argument, list))
     return found if found and isinstance(found[0], list) else [found]

@@ -50,7 +50,7 @@ class Rank(Copies):
             self._launch_copy(source, to, is_store, event_idx, events_list, wait_event)
 
     def loading(self) -> set[str]:
-        """Return the requests whose load is not reported yet. The worker reports a load after all earlier loads."""
+        """Return the requests whose load is not reported yet. The worker reports loads in the order of their start."""
         return {name for event, _ in self._handler._load_events for name in self.owner.requests_of(event, False)}
 
     def contents(self, block: int, size: int) -> list[int]:
@@ -77,7 +77,7 @@ class Offloading(BothRoles):
         self._due.update({name: (start, end) for name, start, end in self.reader.loads(metadata) or ()})
 
     def store_begins(self, rank: int, event: int, source: list[int]) -> None:
-        """Record a store when it begins, as kvfix's hooks do. When the store ends, the request may lack the blocks."""
+        """Record a store when it begins, as kvfix's hooks do. The request may lose the blocks before the store ends."""
         blocks, size = set(source), self._groups[0].block_size
         for name in self.requests_of(event, True) if self.alone and not rank else ():
             of_request = self._scheduler.kv_cache_manager.get_block_ids(name)[0]
@@ -124,7 +124,7 @@ class Offloading(BothRoles):
                 yield name, (place + 1) * group.block_size
 
     def evict(self, chunks: int, forced: bool = False) -> int:
-        """Evict older blocks by allocating `chunks` blocks, as another client's stores do. Then free the new blocks."""
+        """Evict older blocks by allocating `chunks` blocks, as other requests' stores do. Then free the new blocks."""
         pool = self._manager.cpu_block_pool
         before = len(pool.cached_block_hash_to_block)
         taken = pool.get_new_blocks(min(chunks, pool.get_num_free_blocks()))

@@ -248,7 +248,7 @@ class V1(Connector):
         self.sockets[-1].fails = how_many
 
     def not_to_store(self, request: Any) -> str:
-        """Return why a request is not stored. PD prefill ignores `lmcache.skip_save` (0.5.6 vllm_v1_adapter.py:335)."""
+        """Return why a request is not stored. `disagg_spec` overrides `skip_save` (0.5.6 vllm_v1_adapter.py:335)."""
         if self._role == "kv_consumer":
             return "this instance is a kv_consumer"
         asked = request.kv_transfer_params or {}

@@ -123,7 +123,7 @@ def vllm_config(options: Options, folder: str = "") -> configs.VllmConfig:
     if options.any_connector:
         extra = copy.deepcopy(options.config)
     if options.lmcache.get("enable_async_loading"):
-        # Async loading needs False. LMCache 0.3.10 sets False only if its file or environment enables async loading.
+        # Async loading needs save_unfull_chunk=False. LMCache 0.3.10 sets False only for its own file or environment.
         extra.setdefault("lmcache.save_unfull_chunk", False)
     module, _, name = options.connector.rpartition(":")
     if options.connector in KNOWN:
