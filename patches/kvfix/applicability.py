@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from kvfix.fixes.record import Fix, Target
 
-#: The states of a function or a fix, the worst first. A fix has the worst state of its functions.
+#: The states of a function or a fix, worst first. The state of a fix is the worst state of its functions.
 #: refused: no release has this code, and no behaviour probe fits the code. unknown: a behaviour probe will decide in
 #: the process that imports the function. Only a fix can be "unfixable" (a new release must fix the bug) or "opt-in".
 STATES = (

@@ -1,4 +1,4 @@
-"""Apply and remove the wrappers of the fixes and of the connector events.
+"""Apply and remove wrappers: the wrappers of fixes, and the wrappers that record connector events.
 
 The functions of a fix are in groups. In a group, kvfix wraps all functions with the bug, or none. Before kvfix wraps
 any function of a fix, `kvfix.applicability` judges all functions of the fix. Before the import of a module, kvfix
@@ -23,7 +23,7 @@ _HALF_IMPORTED = Applicability(
 
 
 def settle(module: ModuleType, complete: bool) -> None:
-    """Apply the wanted fixes of functions in this module, and remove the unwanted fixes.
+    """Apply the wanted fixes to functions of this module, and remove unwanted fixes from the functions.
 
     complete: True if the import of the module has ended. kvfix cannot apply fixes before the import has ended.
     """

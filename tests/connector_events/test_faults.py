@@ -83,7 +83,7 @@ def reader(kind: str, method: str, replacement: Any = fails) -> Any:
 
 @contextmanager
 def violated(*more: Any) -> Iterator[None]:
-    """Make every Asked event a violation. more: contexts that plant faults in the code that handles the violation."""
+    """Make each Asked event violate a rule. more: contexts that plant faults in the code that handles the violation."""
 
     def feed(self: Any, event: Any) -> list[Any]:
         asked = isinstance(event, events.Asked)
@@ -115,7 +115,7 @@ def backwards(clock: str) -> Any:
 
 #: All hooks except `get_transfer_results`, because the lab calls this hook only with several KV groups.
 HOOKS = [name for name in vars(WatchedConnector) if name.startswith(("before_", "after_")) and "results" not in name]
-#: Faults that also plant a finding, for which kvfix logs a separate line.
+#: Entries that also make kvfix report a finding, for which kvfix logs a separate line.
 WITH_FINDING: dict[str, Callable[[], Any]] = {
     "a violation": violated,
     "odd object in an event": odd_event,

@@ -1,4 +1,4 @@
-"""Test how kvfix joins recordings of prefill and decode. One recording alone does not show an unreturned lease."""
+"""Test how kvfix joins the recordings of prefill and decode. Only both recordings show an unreturned lease."""
 
 import json
 import os
@@ -31,7 +31,7 @@ CLOCKS = {"prefill": (0.0, 0.0), "decode": (5000.0, -3.0)}
 
 
 def lose_notice(pair: Any) -> None:
-    """Lose the notice with which decode tells prefill that decode has read the blocks of request b."""
+    """Lose the notice in which decode tells prefill that decode has read the blocks of request b."""
 
     def make(original: Any, *arguments: Any, notif_msg: bytes) -> Any:
         return original(*arguments, notif_msg=b"" if notif_msg.startswith(b"b-") else notif_msg)
@@ -52,7 +52,7 @@ def lose_aborts(pair: Any) -> None:
 
 
 def recorded(fault: str, seconds: float = 0.0, connector: str = "nixl-pull") -> str:
-    """Run a prefill and a decode engine with this fault, then `seconds` without requests. Return the recording."""
+    """Run a prefill and a decode engine with this fault. Let `seconds` pass without requests. Return the recording."""
     os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-test-")
     from kvfix_tools.lab.engine.lab_engine import STEP
 
@@ -146,7 +146,7 @@ def test_only_both_recordings_together_show_the_violation(
     ids=str,
 )
 def test_kv_that_prefill_writes_to_decode(files: dict[str, Path], ended: dict[str, bool], replayed: Replayed) -> None:
-    """With Mooncake, prefill learns that request d ended in decode. With NIXL push, prefill's lease of d expires."""
+    """With Mooncake, prefill learns that request d ended in decode. With NIXL push, the lease for request d expires."""
     assert replayed.violated(files.values()) == []
     events = [entry.event for entry in recording.read(files["prefill"]).entries]
     known = [each for each in events if isinstance(each, ev.LeaseEnded) and each.expired is not None]

@@ -22,7 +22,7 @@ def play_all() -> dict[str, Any]:
     os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-test-")
     kvfix.apply("check")
     alone = [Playing(seed).run() for seed in SEEDS]
-    # Create the engines one by one, because LMCache has one configuration per process. Then run both in threads.
+    # Create the engines one by one, because LMCache has one configuration per process. Then run the engines in threads.
     engines = [Playing(seed) for seed in SEEDS]
     with ThreadPoolExecutor() as pool:
         in_threads = list(pool.map(Playing.run, engines))

@@ -33,7 +33,7 @@ def finding_logs(kind: str) -> dict[str, list[str]]:
 
 
 def expanded(log: str) -> str:
-    """Make three copies of each block of lines with the prefix `3 x `, without the prefix. {n}: number of the copy."""
+    """Replace lines with the prefix `3 x ` by three copies of the lines without the prefix. {n}: number of the copy."""
 
     def repeat(lines: re.Match[str]) -> str:
         block = re.sub(r"^\d+ x ", "", lines[0], flags=re.MULTILINE)
@@ -68,7 +68,7 @@ def printed(release: str, row: Statement, *values: Any) -> str:
 
 
 def logged(release: str, message: str, *values: Any, which: str = "") -> str:
-    """Return the log line of the first statement of this release with this message. which: text in the statement."""
+    """Return the line that this release logs for this message. which: a text that the log statement must contain."""
     for row in statements.known()["lmcache"]:
         if row.message == message and release in row.lines and which in f"'{row.template}'":
             return printed(release, row, *values)
@@ -112,7 +112,7 @@ def vllm_releases() -> dict[str, Path]:
 
 
 def raised(frames: list[tuple[str, str, str]], error: str) -> str:
-    """Return a traceback as EngineCore logs tracebacks. frames: (file, function, line of code) of each frame."""
+    """Return a traceback in the format of EngineCore's log. frames: (file, function, line of code) of each frame."""
     lines = ["Traceback (most recent call last):"]
     for file, function, source in frames:
         lines += [f'  File "/opt/app/{file}", line 7, in {function}', f"    {source}"]

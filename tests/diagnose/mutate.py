@@ -1,4 +1,4 @@
-"""Make damaged logs from lines of real logs, and read these logs: `python -m tests.diagnose.mutate --count 100000`."""
+"""Make damaged logs from lines of real logs, and diagnose them: `python -m tests.diagnose.mutate --count 100000`."""
 
 import gzip
 import io
@@ -28,7 +28,7 @@ RUBBISH = [
 
 @lru_cache(maxsize=1)
 def corpus() -> list[bytes]:
-    """Return recorder.jsonl's lines and, from each real log, the first 20 and last 40 lines with a text of NEEDLES."""
+    """Return recorder.jsonl's lines and, from each real log, the first 20 and last 40 lines that match NEEDLES."""
     lines: list[bytes] = (LOGS / "recorder.jsonl").read_bytes().splitlines()
     for path in sorted(LOGS.glob("*.gz")):
         texts = gzip.decompress(path.read_bytes()).split(b"\n")

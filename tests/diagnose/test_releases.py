@@ -79,7 +79,7 @@ def test_a_traceback_bounds_the_release() -> None:
 
 
 def warned(monkeypatch: pytest.MonkeyPatch, problem: Problem, release: str) -> Diagnosis:
-    """Diagnose a log that names this vLLM release ("": no release), as if kvfix-diagnose knew only this problem."""
+    """Diagnose a log that names this vLLM release ("": no release). kvfix-diagnose knows only this problem."""
     monkeypatch.setattr(problems, "at", lambda line: (problem,) if line.name == "logged" else ())
     named = STARTS.format(release) if release else ""
     return diagnosed(f"{named}WARNING 12-03 01:24:36 [scheduler.py:7] strange things\n".encode())

@@ -17,12 +17,12 @@ MESSAGES = [
     for row in rows
     if row.message in error_index.kinds()
 ]
-#: Texts that LMCache logs and that vLLM's copy of LMCache logs too. For a text without a prefix, kvfix assumes LMCache.
+#: Texts that both LMCache and vLLM's copy of LMCache log. For a text without a prefix, kvfix assumes LMCache.
 BOTH = {text for dist, *_, text in MESSAGES if dist == "vllm"} & {each[-1] for each in MESSAGES if each[0] == "lmcache"}
 
 
 def healthy() -> str:
-    """Return a running engine's log. Leave out lines with LMCache's release, or a source line such as core.py:7."""
+    """Return a running engine's log. Leave out lines that name LMCache's release or a source line such as core.py:7."""
     log = real("healthy-0.5.6").decode().partition("[shutdown]")[0]
     return "".join(f"{line}\n" for line in log.split("\n")[:-1] if "0.5.6" not in line and ".py:" not in line)
 
@@ -61,7 +61,7 @@ def test_a_bare_line_is_explained_or_noticed(case: dict[str, str]) -> None:
 
 
 def test_a_line_far_above_a_traceback_heads_nothing() -> None:
-    """An error line has its own finding if its exception is far below, or if no finding explains the exception."""
+    """An error line has its own finding if the exception follows far below, or if no finding explains the exception."""
     line = LMCACHE.format(level="ERROR", text="Cannot store keys due to exception")
     frames = [("lmcache/v1/multiprocess/modules/lmcache_driven_transfer.py", "retrieve", "self.context(instance)")]
     for apart, text in (("", "nobody knows this"), ("x\n" * 200, "No GPU context registered for 7")):

@@ -38,7 +38,7 @@ def library() -> bytes:
 
 
 def without(content: bytes) -> bytes:
-    """Make the library import a C++ symbol that no library has, in place of a symbol of Python."""
+    """Replace a Python symbol that the library imports by a C++ symbol that no library has."""
     for name in (b"PyObject_GetAttr", b"PyUnicode_FromStringAndSize"):
         at = content.find(b"\0" + name + b"\0")
         if at >= 0:

@@ -66,7 +66,7 @@ def test_a_set_up_that_works_has_no_complaint(which: str, tmp_path: Path, monkey
 
 @pytest.mark.parametrize(("cuda", "supported", "count"), [(None, "", 1), (None, "auto", 0), ("13.0", "", 0)])
 def test_without_a_gpu(cuda: Any, supported: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default, LMCache 0.5.6's server supports only lmcache_driven. A worker without a GPU needs engine_driven."""
+    """By default, LMCache 0.5.6's server has only mode lmcache_driven. A worker without a GPU needs engine_driven."""
     options = {"port": "5555", **({"supported-transfer-mode": supported} if supported else {})}
     monkeypatch.setattr(servers, "running", lambda port: Command("lmcache server", "", options, {}, False, ""))
     here = torch(site(tmp_path, vllm=False), cuda=cuda)

@@ -29,14 +29,14 @@ LOOKS = 12
 #: SHORT: ten short prompts. ONE_STEP: a token budget with which the scheduler looks up all ten prompts in one step.
 SHORT = [(prompt(70, seed), 4) for seed in range(31, 41)]
 ONE_STEP = {"max_num_batched_tokens": 1024}
-#: To plant the bug of KVF208, each request of BOTH loads 8 of 20 blocks. The second one has priority and needs 8 more.
+#: For the bug of KVF208, each request of BOTH loads 8 of 20 blocks. The second request has priority and needs 8 more.
 STORED = [(prompt(256, seed), 1) for seed in (21, 22)]
 BOTH = [(prompt(280, 21), 4), (prompt(512, 22), 4)]
 TWENTY = {"num_gpu_blocks_override": 21, "max_model_len": 640, "scheduling_policy": "priority"}
 
 
 class Hang(NamedTuple):
-    """The expected verdict has `code`, and `message` in its text. kvfix skips `fix`, which would prevent the hang."""
+    """A hang. code, message: parts of the expected verdict. kvfix skips `fix`, which would prevent the hang."""
 
     code: str
     message: str
@@ -50,7 +50,7 @@ HANGS = {
     "lookup_thread_ends": Hang(
         "KVD203",
         "the scheduler waits 3 s for each lookup; rank 0 does not answer: its thread for lookups has ended",
-        engine=ONE_STEP,  # all ten lookups wait 3 s each in one step. Without ONE_STEP, a step has five lookups
+        engine=ONE_STEP,  # in one step, ten lookups wait 3 s each. Without ONE_STEP, a step has only five lookups
         in_process=True,
         fix="KVF015",
     ),

@@ -56,7 +56,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Answers:
 
 @pytest.fixture(scope="module")
 def pair(expected: Answers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """Yield both engines. Start both again if the handshake takes over 5 s (nixl/base_worker.py 0.32.0:1044)."""
+    """Yield both engines. Start both engines again if a handshake takes over 5 s (nixl/base_worker.py 0.32.0:1044)."""
     extra = {"kv_lease_duration": LEASE}
     for _ in range(STARTS):
         with vllm_server.pair(tmp_path_factory.mktemp("pd"), "check", kv_connector_extra_config=extra) as pair:

@@ -105,7 +105,7 @@ def test_without_rights(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root, to take rights away")
 def test_in_a_container_without_ptrace(tmp_path: Path) -> None:
-    """In a container without SYS_PTRACE, root may not trace a process that has a capability which root lacks."""
+    """In a container without SYS_PTRACE, root may not trace a process with a capability that root lacks."""
     with running(tmp_path, sys.executable, "-c", f"import torch; {READY}") as process:
         done = RUN(["setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace", *COMMAND, str(process.pid)])
     assert done.returncode == 77, done.stdout + done.stderr

@@ -115,7 +115,7 @@ def test_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.fixture
 def with_backend(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that runs one cell with a test backend. The function's argument `opens` opens the backend."""
+    """Return a function that runs one cell with a test backend. opens: the function that opens the test backend."""
 
     def run_one(opens: Any, *more: str, missing: str | None = None) -> Any:
         backend = backends.Backend("mine", "", opens, lambda device: missing)

@@ -92,7 +92,7 @@ def test_the_error_that_came_first_is_reported() -> None:
 @pytest.mark.timeout(900)
 class TestOnRealEngines:
     def test_as_released(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """LMCache issue 4463 changes answers without a log line. Use 0.5.5, because 0.5.6 refuses vLLM's CPU layout."""
+        """The bug of LMCache issue 4463 changes answers. Use LMCache 0.5.5, because 0.5.6 refuses vLLM's CPU layout."""
         monkeypatch.setattr(real_engine, "run", functools.partial(real_engine.run, popen=Forked))
         monkeypatch.setenv(FORK_WORKERS, "")
         monkeypatch.setenv("PYTHONPATH", str(release("0.5.5")) + os.pathsep + os.environ.get("PYTHONPATH", ""))

@@ -1,4 +1,4 @@
-"""The installed LMCache and vLLM copy KV of CPU tensors, or refuse a layout. The report names what replaces CUDA."""
+"""The installed LMCache and vLLM copy KV of CPU tensors, or refuse a layout. The report names CUDA's stand-ins."""
 
 from typing import Any
 
@@ -145,7 +145,7 @@ def test_an_older_lmcache(run: Any) -> None:
 
 @pytest.mark.parametrize("name", ["0.4.5", "0.5.0"])
 def test_the_packed_layout_with_each_age_of_lmcache(run: Any, name: str) -> None:
-    """LMCache 0.4.5 does not know the packed layout. LMCache 0.5.0 to 0.5.2 mistake the layout for another layout."""
+    """LMCache 0.4.5 does not know the packed layout. LMCache 0.5.0 to 0.5.2 take it for another layout."""
     some = ["--backend", "lmcache-v2", "lmcache-engine", "--layout", "packed", "packed-hnd"]
     assert run(*some, lmcache=release(name))["exit"] == 0
     assert run(*some, "--no-fixes", lmcache=release(name))["exit"] != 0

@@ -75,7 +75,7 @@ def test_a_class_that_inherits_the_function_is_wrapped_alone() -> None:
 
 
 def test_two_threads_wrap_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If each thread adds its own WrappedFunction to kvfix's table, one of the two wrappers is lost."""
+    """Both threads must share one WrappedFunction. Otherwise, one of the two wrappers is lost."""
     both = threading.Barrier(2, timeout=0.5)  # the barrier breaks if only one thread at a time gets here
 
     class Hook(applying.WrappedFunction):

@@ -21,7 +21,7 @@ from tests.runtime.test_releases import copy
 
 
 def test_nothing_installed(fresh: Fresh) -> None:
-    """No package is installed, because with -S Python has only the standard library."""
+    """With -S, Python finds only the standard library, so neither vLLM nor LMCache is installed."""
     code = "import kvfix; kvfix.apply(); result = [row.verdict for row in kvfix.status() if row.code == 'KVF001']"
     assert fresh(code, "-S") == ["not-installed"]
 

@@ -1,4 +1,4 @@
-"""Test KVF025 on LMCache's own allocator. The garbage collector runs in a thread that holds a lock of LMCache."""
+"""Test KVF025 on LMCache's own allocator. A thread runs the garbage collector while it holds a lock of LMCache."""
 
 import gc
 import threading

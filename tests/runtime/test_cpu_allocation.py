@@ -9,7 +9,7 @@ import pytest
 from kvfix import clock
 from tests.conftest import answers
 
-CHUNKS = 128  # chunks of a load of 32,768 tokens
+CHUNKS = 128  # a load of 32,768 tokens has this many chunks
 FIXED = ["KVF016"]
 
 

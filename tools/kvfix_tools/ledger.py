@@ -1,7 +1,7 @@
 """Define those events and rules of the ledger (kvfix.ledger) that only the tools use.
 
 A single process of an engine cannot record these events. kvfix gets the events from the lab, or from the recordings of
-several processes. The decorator `rule` adds each rule to `kvfix.ledger.RULES`. For all rules, import RULES from here.
+several processes. The decorator `rule` adds each rule to the list RULES. For all rules, import RULES from this module.
 """
 
 from typing import Any, NamedTuple
@@ -145,7 +145,7 @@ def written_after_lease(history: History, event: WriteBegun) -> Outcome:
 
 @rule("KVR021", "lease-ends-while-written", ev.LeaseEnded)
 def lease_ends_while_written(history: History, event: ev.LeaseEnded) -> Outcome:
-    """An engine that writes blocks to its peer keeps the blocks until the write ends, even after the lease."""
+    """An engine that writes blocks to its peer keeps the blocks until the write ends, even if the lease ends first."""
     begun = _last(history, WriteBegun, WriteEnded)
     if not isinstance(begun, WriteBegun):
         return None
@@ -163,7 +163,7 @@ def written_unawaited(history: History, event: Written) -> Outcome:
 
 @rule("KVR025", "lease-not-returned", NotReturned)
 def lease_not_returned(history: History, event: NotReturned) -> Outcome:
-    """A request releases the blocks that a peer keeps for it, even if the request ends before it reads the blocks.
+    """A request releases the blocks that a peer keeps for the request, even if the request never reads the blocks.
 
     Without a release message, the peer keeps the blocks until a timeout, and no other request can use the blocks. The
     default timeout is 30 s (nixl/base_scheduler.py 0.32.0:82). After a failed load, vLLM sends no release message, and
@@ -176,7 +176,7 @@ def lease_not_returned(history: History, event: NotReturned) -> Outcome:
 
 @rule("KVR026", "read-of-freed-blocks", LeaseRead)
 def read_of_freed_blocks(history: History, event: LeaseRead) -> Outcome:
-    """A peer reads only blocks that are kept for it. vLLM frees all other blocks when their request ends."""
+    """A peer reads only blocks that are kept for the peer. vLLM frees all other blocks when their request ends."""
     if history.finished is None or history.lease is not None:
         return None
     if not history.recorded_from_start:

@@ -15,7 +15,7 @@ from kvfix_tools.diagnose import statements
 from kvfix_tools.diagnose.problems import catalogue as known_problems
 from kvfix_tools.ledger import RULES
 
-#: _SHOWN: number of candidates to show. _WORDS, _CHARACTERS: how many words and characters of a text to use at most.
+#: _SHOWN: number of candidates to show. _WORDS, _CHARACTERS: maximum words and characters of a text that kvfix uses.
 _SHOWN, _WORDS, _CHARACTERS = 3, 200, 64_000
 #: Weights of a word in an entry's title, symptom and other text, in this order.
 _WEIGHTS = "3.0, 6.0, 1.0"

@@ -19,7 +19,7 @@ from kvfix_tools.command_options import Json, Names, flag, value
 
 #: Verdicts that cause exit code 1. The other verdicts, including "opt-in", do not cause exit code 1.
 FINDINGS = ("refused", "unknown", "unfixable", "applicable")
-#: Verdicts of all bugs that the installation has or may have, including bugs that are fixed in this process.
+#: Verdicts of bugs that the installed code has or may have, including bugs that kvfix has fixed in this process.
 _PRESENT = ("refused", "unknown", "unfixable", "applicable", "opt-in", "applied")
 _WIDTH = 80  # columns of the overview and of the rows, also on a wider terminal
 _LINES = 24
@@ -46,7 +46,7 @@ changed since the newest release that kvfix knows. Exit 1: a fix is listed."""
 
 
 class Selected(NamedTuple):
-    """The rows that the options select. where: the option or variable with the connectors, or "" for all connectors."""
+    """The rows that the options select. where: the option or variable that names the connectors, or ""."""
 
     rows: list[tuple[Fix, FixRow]]
     connectors: frozenset[str]

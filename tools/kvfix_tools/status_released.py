@@ -26,7 +26,7 @@ DISTS = ("lmcache", "vllm")
 _PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (39, 35, 34, 31, 28, 27, 24, 17)]
 _PYTHON = "3.12"
 _LIMIT = 1800  # Time limit of one download in seconds. vLLM's wheel has several hundred megabytes.
-#: Changes of a function, worst first. A row has the worst change of a fix's functions. `unknown`: kvfix cannot tell.
+#: How a function has changed, worst first. A fix has the worst change of its functions. `unknown`: kvfix cannot tell.
 CHANGES = ("unknown", "changed", "unchanged")
 
 

@@ -1,8 +1,8 @@
 """`kvfix upstream`: list and export patches for LMCache and vLLM that are ready to send.
 
-`git format-patch` wrote each `patches/upstream/<slug>/<dist>-<version>.patch`. A patch has the change of the function
-and a test that fails without the change. The stored patches have no author. LMCache and vLLM require the submitter's
-sign-off (DCO), so `export` writes the submitter's name into the patch.
+`git format-patch` wrote each `patches/upstream/<slug>/<dist>-<version>.patch`. A patch changes a function, and adds a
+test that fails without the change. The stored patches have no author. LMCache and vLLM require the submitter's sign-off
+(DCO), so `export` writes the submitter's name into the patch.
 """
 
 import json as jsonlib

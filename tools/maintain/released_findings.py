@@ -2,8 +2,8 @@
 
     python -m maintain released_findings [CONNECTOR...]
 
-A fix belongs to a finding if the fuzzer's steps show the finding when only this fix is missing. For each kind of
-finding, the program tries seeds until a seed shows which fixes belong to the finding.
+A seed determines the fuzzer's steps. A fix belongs to a finding if the steps show the finding when only this fix is
+missing. For each kind of finding, the program tries seeds until a seed shows which fixes belong to the finding.
 """
 
 import math
@@ -44,7 +44,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Found:
-    """The findings of a connector. with_fixes: number of kinds of findings that the same seeds show with all fixes."""
+    """The findings of a connector. with_fixes: how many kinds of findings the same seeds show with all fixes."""
 
     connector: str
     versions: dict[str, str]
@@ -104,7 +104,7 @@ def without_each(drawn: Schedule) -> dict[str, list[tuple[str, str]]]:
 
 
 def fixes_of(rule: str, signature: str, without: dict[str, list[tuple[str, str]]]) -> list[str]:
-    """Return each fix without which the steps show this signature. If no fix matches, compare only the rule."""
+    """Return each fix without which the steps show this kind of finding. If no fix matches, compare only the rule."""
     exact = [code for code, shown in without.items() if (rule, signature) in shown]
     return exact or [code for code, shown in without.items() if any(each == rule for each, _ in shown)]
 

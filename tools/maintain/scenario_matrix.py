@@ -1,11 +1,11 @@
 """`make matrix`: run all scenarios with several vLLM releases and all LMCache releases, and write docs/matrix.json.
 
-    make matrix                                  only new or changed pairs
+    make matrix                                  only new or changed pairs of releases
     python -m maintain scenario_matrix --again   all pairs
 
 Each CPU core runs one vLLM release at a time. `requirements/matrix` makes the environments .cache/vllm/<release>. In
-docs/matrix.json, a row of `outcomes` names all LMCache releases with the row's outcome. `code` is a digest of the code
-of the fixes and the lab.
+docs/matrix.json, a row of `outcomes` lists all LMCache releases that have the outcome. `code` is a digest of the source
+code of the fixes and the lab.
 """
 
 import datetime
@@ -42,7 +42,7 @@ Pairs = dict[tuple[str, str], dict[str, Any]]
 
 
 def digest() -> str:
-    """Return a digest of the code of kvfix on which the outcomes depend."""
+    """Return a digest of kvfix's source code that the outcomes depend on."""
     return hashlib.sha256(code().encode() + PROCESS.read_bytes()).hexdigest()[:12]
 
 
@@ -89,7 +89,7 @@ def deviations(pairs: Pairs) -> list[str]:
 
 
 def environment(*first: Path) -> dict[str, str]:
-    """Return environment variables for a process with another vLLM, without fixes. first: the start of PYTHONPATH."""
+    """Return the environment for a process that runs another vLLM without fixes. first: first paths of PYTHONPATH."""
     packages = [str(Path(package.__path__[0]).parent) for package in (kvfix, kvfix_tools)]
     others = {name: value for name, value in os.environ.items() if name != "KVFIX"}
     return {**others, "PYTHONPATH": os.pathsep.join([*map(str, first), *packages])}

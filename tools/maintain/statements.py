@@ -1,7 +1,7 @@
 """`make statements`: collect for kvfix-diagnose the texts that the code of each release logs or raises.
 
 `kvfix_tools/diagnose/statements.json` has the texts that the grammar reads, such as log lines and assertion texts.
-`checks.json` has exceptions, assertions and logged errors. The program keeps the entries of all releases not named.
+`checks.json` has exceptions, assertions and logged errors. The program keeps the entries of other releases.
 
     python -m maintain statements lmcache DIR/0.3.1 DIR/0.3.2 ...
     python -m maintain statements vllm DIR/0.9.2=.../site-packages ...
@@ -71,7 +71,7 @@ def statements_in(source: bytes) -> list[tuple[str, str, str, int]]:
 
 
 def take_statements(table: Table, release: str, root: Path) -> None:
-    """Replace the statements of this release in the table by the statements in the package's folder `root`."""
+    """In the table, replace the statements of this release by the statements in the package's folder `root`."""
     for lines in table.values():
         lines.pop(release, None)
     for file in sorted(root.rglob("*.py")):
@@ -94,7 +94,7 @@ def rows(table: Table) -> list[list[object]]:
 
 
 def with_place(node: ast.AST, function: str = "<module>", condition: str = "") -> Iterator[tuple[ast.AST, str, str]]:
-    """Yield (node, name of its function, condition of its innermost `if`) for all nodes below `node`."""
+    """Yield (node, name of the enclosing function, condition of the innermost `if`) for all nodes below `node`."""
     for name, value in ast.iter_fields(node):
         leads = ast.unparse(node.test) if isinstance(node, ast.If) and name == "body" else condition
         if isinstance(node, ast.If) and name == "orelse":
@@ -124,7 +124,7 @@ def checks_in(source: bytes) -> Iterator[tuple[str, Check]]:
 
 
 def take_checks(table: statements.Table, release: str, package: Path) -> None:
-    """Replace the checks of this release in the table by the checks in the package's folder."""
+    """In the table, replace the checks of this release by the checks in the package's folder."""
     for found in table.values():
         found.discard(release)
     for file in sorted(package.rglob("*.py")):

@@ -19,7 +19,7 @@ from kvfix_tools.conform.verdicts import NOT_APPLICABLE, SLUGS, VIOLATED, Run, r
 from kvfix_tools.lab import releases, runner
 
 _COLORS = {VIOLATED: "red", NOT_APPLICABLE: "dim"}
-#: _TAGS maps an outcome to a JUnit element. _COUNTS maps an attribute of the test suite to the element that is counted.
+#: _TAGS: JUnit element of each outcome. _COUNTS: {attribute of the suite: element that the attribute counts}.
 _TAGS = {VIOLATED: "failure", NOT_APPLICABLE: "skipped"}
 _COUNTS = {"failures": "failure", "skipped": "skipped", "errors": "error"}
 _CONNECTOR = "The connector's class, or its name in vLLM, such as ExampleConnector."

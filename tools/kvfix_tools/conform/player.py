@@ -81,7 +81,7 @@ class Player(Engines):
         return [self.engine]
 
     def do(self, step: str, *arguments: Any, **keywords: Any) -> None:
-        """Run the step with this name. Skip the step if shrinking the schedule has removed the step's request."""
+        """Run the step with this name. Skip a step whose request kvfix has removed while it shrinks the schedule."""
         if step not in _OF_REQUEST or arguments[0] in self.engine.requests:
             getattr(self, step, functools.partial(self.engine.do, step))(*arguments, **keywords)
 

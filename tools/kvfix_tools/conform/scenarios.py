@@ -27,7 +27,7 @@ WITHOUT = {
     "finished": "no request has ended",
     "ids_used_again": "no request id was used again",
 }
-#: Requirements of scenarios. kvfix gives the message if the connector, or its stand-in, does not meet a requirement.
+#: {requirement of a scenario: message if the connector, or the connector's stand-in, does not meet the requirement}
 NEEDS = {
     "alone": "the scenario is for one engine. Only the fuzzer tests a connector that needs two engines",
     "multi": "the stand-in for this connector cannot be used in a MultiConnector",
@@ -263,7 +263,7 @@ _SIDES = {
 
 
 def side(connector: str, config: dict[str, Any]) -> Side | None:
-    """Return the stand-in, or None if the lab runs the connector itself. connector: its name in vLLM or in the lab."""
+    """Return the stand-in, or None if the lab replaces no part. connector: the name in vLLM, or the name in the lab."""
     if connector == "MultiConnector":
         names = [str(child.get("kv_connector")) for child in config.get("connectors", ())]
         lmcache = [_SIDES[name] for name in names if name.startswith("LMCache") and name in _SIDES]

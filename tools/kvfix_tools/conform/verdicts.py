@@ -79,7 +79,7 @@ class Verdict(NamedTuple):
 
 
 class Run:
-    """The test of one connector, and the result. The caller chooses kvfix's fixes. cannot: why the test cannot run."""
+    """The test of one connector, and its result. The caller applies fixes first. cannot: why the test cannot run."""
 
     def __init__(self, subject: "Subject", shrinking: float = _SHRINK_ALL) -> None:
         self.subject = subject
@@ -170,7 +170,7 @@ class Run:
     def _play(
         self, where: str, about: str, schedule: "Schedule", play: "Callable[[Schedule], Played]"
     ) -> "tuple[Played, list[Violation]]":
-        """Play a schedule, and add its violations to `found`. Return the result of the schedule, and its violations."""
+        """Play a schedule, and add its violations to `found`. Return what the lab recorded, and the violations."""
         from kvfix_tools.conform import player
         from kvfix_tools.lab.fuzz import fuzz
 

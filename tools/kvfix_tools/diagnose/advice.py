@@ -28,7 +28,7 @@ class Advice(NamedTuple):
 
 
 def fixes(log: Diagnosis, found: LogFinding) -> list[Fix]:
-    """Return the fixes for this finding that the log's releases need. Assume that an unknown release needs a fix."""
+    """Return the fixes of this finding that the releases in the log need. Treat an unknown release as affected."""
     handling = catalogue.handling(found.rule.code, found.rule.message)
     return [each for each in handling if _dist(log, found, each) is not None]
 
@@ -48,7 +48,7 @@ def _within(log: Diagnosis, found: LogFinding, dist: str, specifier: str) -> boo
 
 
 def cause(log: Diagnosis, found: LogFinding) -> str:
-    """Return the cause from the finding's record, or else from the first fix that the log's releases need."""
+    """Return the cause that the finding's rule names, or else the cause of a fix for the finding, or ""."""
     if found.rule.why:
         return found.rule.why
     concerned = fixes(log, found) or catalogue.handling(found.rule.code, found.rule.message)
@@ -56,7 +56,7 @@ def cause(log: Diagnosis, found: LogFinding) -> str:
 
 
 def heading(found: LogFinding) -> str:
-    """Return "Usual causes" if the finding's record covers many failures (`general`), else "Why"."""
+    """Return "Usual causes" if the finding's rule covers different failures (`general`), else "Why"."""
     return "Usual causes" if found.rule.general else "Why"
 
 
@@ -83,7 +83,7 @@ def advice(log: Diagnosis, found: LogFinding) -> list[Advice]:
 
 
 class Remedy(NamedTuple):
-    """now: a remedy that the user can apply at once. good: the permanent remedy. Each is one line, or "" if unknown."""
+    """now: a remedy that the user can apply at once. good: the permanent remedy. Each text is one line, or ""."""
 
     now: str
     good: str
@@ -136,7 +136,7 @@ def _releases(log: Diagnosis, found: LogFinding, concerned: list[Fix]) -> list[A
 
 
 def _if_of(log: Diagnosis, found: LogFinding, each: Fix) -> str:
-    """Return a text that names the releases with the bug, or "" if the log's release is known."""
+    """Return a text that names the releases with the bug. If the log shows the release, return ""."""
     dist = _dist(log, found, each) or each.targets[0].dist
     broken = sorted(fix_overview.wrong_releases(each, dist), key=Version)
     if not broken or _within(log, found, dist, ">=0") is not None:

@@ -29,7 +29,7 @@ class Options:
     """The options of the command.
 
     brief: a file, or "-" for standard output. select, ignore: finding codes or prefixes of codes. everything: --all.
-    fail_on: `certain`, or the mildest severity that causes exit code 1. exit_zero: exit with 0 even with findings.
+    fail_on: the mildest severity that causes exit code 1, or `certain` for certain findings. exit_zero: no exit code 1.
     """
 
     format: str = "text"
@@ -137,7 +137,7 @@ def _show(log: Diagnosis, findings: list[LogFinding], console: Console, options:
 
 
 def _read(log: Diagnosis, sources: list[log_files.Source]) -> list[str]:
-    """Read the inputs, and return the errors of unreadable inputs. On a terminal, show the progress of large inputs."""
+    """Read the inputs. Return an error for each unreadable input. On a terminal, show the progress of large inputs."""
     total = 0 if any(source.size is None for source in sources) else sum(source.size or 0 for source in sources)
     # The unpacked size of a compressed file is unknown until kvfix has read the file.
     packed = any(source.packed for source in sources)
@@ -167,7 +167,7 @@ def _write(log: Diagnosis, findings: list[LogFinding], options: Options) -> bool
 
 
 def _is_written(path: str, text: str) -> bool:
-    """Write all of the text, or leave the file at `path` unchanged. A link, pipe or device may get only a part."""
+    """Write all of the text, or leave the file unchanged. A `path` to a link, pipe or device may get only a part."""
     in_place = os.path.islink(path) or (os.path.exists(path) and not os.path.isfile(path))  # /dev/stdout is a link
     whole = Path(path) if in_place else Path(f"{path}.part")
     try:

@@ -54,7 +54,7 @@ class Diagnosis:
         self.requests = Requests(self.ledger)
         self.bytes = 0
         self.request_lines: list[Evidence] = []
-        #: True if kvfix read every input completely. `interrupted` is a sentence about an interruption, or "".
+        #: True if kvfix read every input completely. `interrupted`: what ended the reading early, or "".
         self.is_complete = False
         self.interrupted = ""
         self._taken = 0
@@ -68,12 +68,12 @@ class Diagnosis:
         #: Name of the last input that has lines of kvfix's own recorder.
         self.recording = ""
         self._time: float | None = None
-        #: The fields of the last lookup, and how many times in a row the log has repeated this lookup.
+        #: The fields of the last lookup, and how often in a row the log has repeated these fields.
         self._asked: Fields = {}
         self._repeats = 0
 
     def state(self, kind: type[State]) -> State:
-        """Return this diagnosis's only object of the class `kind`. Rules keep state in the object between lines."""
+        """Return this diagnosis's object of the class `kind`. A rule keeps its state between lines in the object."""
         kept = self._states.get(kind)
         if kept is None:
             kept = self._states[kind] = kind()
@@ -97,7 +97,7 @@ class Diagnosis:
         if line.time is not None:
             self._time = line.time
         if name == "asked":
-            # vLLM looks up a waiting request in every step. Run the rules only for 1 in 16 adjacent equal lookups.
+            # vLLM looks up a waiting request in every step. If a lookup repeats, run the rules only every 16th time.
             self._repeats = self._repeats + 1 if line.fields is self._asked else 0
             is_repeated = self._repeats > 0
             if not is_repeated:

@@ -52,5 +52,5 @@ def continued(tokens: list[int], more: int) -> list[int]:
 
 
 def malformed(fault: str) -> list[Step]:
-    """Return the steps of a request whose parameters for decode have this fault (a key of parameters.MALFORMED)."""
+    """Return steps that send decode a request with malformed parameters. fault: a key of parameters.MALFORMED."""
     return [Step("malform", (fault,), {}), Step("ask", ("r", prompt(64)), {})]

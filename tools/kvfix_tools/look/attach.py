@@ -67,7 +67,7 @@ class _Engine:
         self._until = time.monotonic() + wait
 
     def ask(self, pids: list[int], what: str, *arguments: Any, until: tuple[str, ...]) -> None:
-        """Call `what` in each process until the process reaches a state in `until`, the call fails, or time is over."""
+        """Call `what` in each process until a state in `until` is reached, the call fails, or the wait time is over."""
         left = list(pids)
         while left:
             for pid in list(left):
@@ -79,7 +79,7 @@ class _Engine:
             time.sleep(_PAUSE if left else 0)
 
     def _once(self, pid: int, what: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
-        """Call `what` once. Return state "without" if kvfix can do nothing there, as in a process without vLLM."""
+        """Call `what` once. Return state "without" if kvfix can do nothing in this process (for example, no vLLM)."""
         folder = os.path.dirname(os.path.dirname(os.path.abspath(kvfix.__file__)))
         source = inspect.getsource(in_engine)
         code = _CODE.format(what=what, arguments=arguments, folder=folder, version=kvfix.__version__, source=source)
@@ -123,7 +123,7 @@ def attach(pid: int, mode: str, only: Names, idle: bool, wait: float, json: bool
 
 
 def detach(pid: int, wait: float, json: bool) -> int:
-    """Remove the fixes, from the scheduler's process first. Return an exit code as `attach` does."""
+    """Remove the fixes, from the scheduler's process first. Return the same exit codes as `attach`."""
     engine = _Engine(pid, wait)
     engine.ask(list(engine.processes), "ready", until=("ready",))
     for pids in (engine.having(scheduler=True), engine.having(scheduler=False)):

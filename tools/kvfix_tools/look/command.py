@@ -21,8 +21,8 @@ from kvfix_tools.dump import gather
 from kvfix_tools.look import looking, show
 
 SCHEMA = 1
-#: kvfix looks every PAUSE seconds. If the scheduler is inside a step and has no running request, the scheduler's queues
-#: may be incomplete. kvfix then looks again immediately, at most AGAIN times.
+#: kvfix looks every PAUSE seconds. During a step without running requests, the scheduler's queues may be incomplete. In
+#: this case, kvfix looks again immediately, at most AGAIN times.
 PAUSE, AGAIN = 1.0, 30
 _LONGEST = 600  # Time limit of PyStack in seconds. A core file of an engine has many gigabytes.
 _THREAD = re.compile(r"^Traceback for thread (\d+)")
@@ -30,7 +30,7 @@ _FRAME = re.compile(r'^\s+\(Python\) File "(.*)", line (\d+), in (.+)$')
 
 
 def look(pid: int, watch: bool, request: str, json: bool, save: str) -> int:
-    """Return 0 without a verdict, 1 with a verdict, 77 if kvfix may not read the process, 2 after another error."""
+    """Return 0 without a verdict, 1 with a verdict, 77 if kvfix may not read the process, 2 after any other error."""
     tree = looking.engine_of(servers.client_of(pid) or pid)
     if not tree:
         return screen.error(f"kvfix look: {looking.why_none(pid)}")
@@ -80,7 +80,7 @@ def _in_step(look: Look) -> bool:
 
 
 def seconds_to_look(looks: Sequence[Look]) -> float:
-    """Return the seconds between first and last look that a sure verdict needs, or 0 if the looks suffice."""
+    """Return how many seconds must lie between the first and the last look. Return 0 if the looks already suffice."""
     if standstill.verdicts(looks):
         return 0.0
     looks = of_these_hooks(looks)

@@ -90,7 +90,7 @@ def detach() -> dict[str, Any]:
 
 
 def state() -> dict[str, Any]:
-    """Return the mode, and rows with a verdict in _SHOWN, for `kvfix status PID`. A call is safe within a step."""
+    """Return what `kvfix status PID` shows: mode, and rows with a verdict in _SHOWN. A call within a step is safe."""
     here, rows = getattr(_scheduler(), "requests", ()), []
     left = [name for name in here if name in session.before]
     nothing = Applicability("not-affected", "this process has not imported the function, or the fix is switched off")
@@ -122,7 +122,7 @@ def _is_applied(fix: Fix) -> bool:
 
 
 def _unsafe() -> str:
-    """Return where in an engine step the process is now. Return "" if the process is between two steps."""
+    """Return the place in an engine step at which the process is now, or "" if the process is between two steps."""
     targets = {target.function.rpartition(".")[2] for fix in catalogue.fixes() for target in fix.targets}
     names = targets.difference(("__init__", "__del__")).union(_BUSY, places.HOOKS, places.LAYER_HOOKS)
     stacks = places.stacks()

@@ -6,7 +6,7 @@ kvfix queues a call of `PyRun_SimpleString` with a line that executes a file. Fr
 `sys.remote_exec` (PEP 768).
 
 A thread that waits in a system call (a lock, a socket) reaches no bytecode. If the thread waits without the GIL, kvfix
-makes the thread take the GIL and run the line, as a callback from C does. kvfix maps a page in the process for lines.
+makes the thread take the GIL and run the line, as a callback from C does. kvfix maps a page that holds the lines.
 """
 
 import os
@@ -23,7 +23,7 @@ from kvfix_tools.look.shared_folder import SharedFolder
 
 #: Prefix of an answer if the code has raised an error. The rest of the answer is the error.
 FAILED = "failed: "
-#: _PAGE: address of the page, free in each process on x86-64 and aarch64. _SLOTS: number of slots. _SLOT: bytes of one.
+#: _PAGE: address of the page (free on x86-64 and aarch64). _SLOTS: number of slots. _SLOT: bytes of each slot.
 _PAGE, _SLOTS, _SLOT = 0x6B7600000000, 16, 256
 _LONGEST = 60.0  # time limit in seconds for the code, after it has begun
 _FOLDERS = ("/tmp", "/dev/shm")  # folders in which kvfix puts the script and the answer
@@ -65,8 +65,8 @@ def run(pid: int, code: str, *, seconds: float) -> str:
     """Execute the code in the process. Return the text that the code wrote to ANSWER, or FAILED and the error.
 
     The code must not wait or take a lock, because the interrupted thread may hold the lock. Raise Refused if the call
-    is not possible. Raise Silent if the code does not begin within `seconds`, or runs for _LONGEST. A script that has
-    not begun stays. The next `run` replaces the script, so that a stuck process has only one call in its queue.
+    is not possible. Raise Silent if the code does not begin within `seconds`, or runs for _LONGEST. A call that has
+    not begun stays in the queue. The next `run` uses this call, so that a stuck process has only one call in its queue.
     """
     process = other_process.process(pid)
     if queued := _queued(process):
@@ -155,7 +155,7 @@ def _put(process: Process, script: str, line: str) -> int:
 
 
 def _remote_exec(process: Process, folder: SharedFolder, path: str, line: str) -> bool:
-    """Use `sys.remote_exec`. Return False on failure, or unless both processes run the same Python, 3.14 or later."""
+    """Use `sys.remote_exec`, and return True. Return False on failure. Both processes need the same Python >= 3.14."""
     remote_exec = getattr(sys, "remote_exec", None)
     if remote_exec is None or process.python() != f"{sys.version_info[0]}.{sys.version_info[1]}":
         return False

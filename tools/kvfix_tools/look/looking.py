@@ -74,13 +74,13 @@ class Way(NamedTuple):
 
 
 def engine_of(pid: int) -> list[Process]:
-    """Return all processes of the engine to which this process belongs; empty if `pid` is in no engine."""
+    """Return all processes of the engine to which the process `pid` belongs. Return [] if there is no such engine."""
     tree = processes.tree(_root(pid))
     return with_vllm([*tree, *processes.elsewhere(tree)], pid)
 
 
 def with_vllm(tree: list[Process], pid: int) -> list[Process]:
-    """Return the processes that have loaded vLLM or LMCache, but not kvfix's own process. Stop no process."""
+    """Return the processes that have loaded vLLM or LMCache, but not kvfix's own process. No process is stopped."""
     # A process with PyTorch alone counts if it is the process `pid`, or if its parent or child has vLLM or LMCache.
     tree = [each for each in tree if each.pid != os.getpid()]
     maps = {each.pid: processes.proc_text(each.pid, "maps") for each in tree}
@@ -107,7 +107,7 @@ def why_none(pid: int) -> str:
 
 
 def _root(pid: int) -> int:
-    """Return the engine's first process: climb from `pid` over all processes that vLLM or multiprocessing started."""
+    """Return the engine's first process. From `pid`, go up over processes that vLLM or multiprocessing started."""
     try:
         process = psutil.Process(pid)
         while (parent := process.parent()) is not None and parent.pid > 1:
@@ -130,7 +130,7 @@ def _has_vllm(process: Process, maps: str) -> bool:
 
 
 def _may_have_vllm(process: Process, maps: str) -> bool:
-    """Return True if PyTorch is loaded. Helper processes of multiprocessing, which run no engine, do not count."""
+    """Return True if the process has PyTorch, but is no helper process of multiprocessing. A helper runs no engine."""
     if any("resource_tracker" in word or "forkserver import main" in word for word in process.command):
         return False
     return not maps or "/libtorch" in maps  # empty maps: kvfix may not read the process, and look() reports why
@@ -197,5 +197,5 @@ class Looker:
 
 
 def of_stack(frames: list[tuple[str, str, int]]) -> dict[str, Any]:
-    """Return "stack" and "hook" in the form of `engine_state`. frames: (function, file, line), innermost first."""
+    """Return "stack" and "hook" as `engine_state` returns them. frames: (function, file, line), innermost first."""
     return {"stack": places.stack(frames), "hook": places.hook(frames)}

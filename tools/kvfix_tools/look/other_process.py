@@ -52,7 +52,7 @@ class Process:
         return any(map(self.has_mapped, self._mapped.values()))
 
     def python(self) -> str:
-        """Return the process's Python release, such as "3.11", from the names of mapped files; "" if unknown."""
+        """Return the process's Python release, such as "3.11", or "" if no name of a mapped file shows the release."""
         found = (re.search(r"python(3\.\d+)", path.rpartition("/")[2]) for path in self._mapped)
         return next((each[1] for each in found if each), "")
 
@@ -138,7 +138,7 @@ class Process:
         return "" if int(call.split()[1], 16) in range(runtime, runtime + size) else call
 
     def _state(self) -> tuple[str, str, str]:
-        """Return (state, number of waits so far, system call or "") of the main thread."""
+        """Return the main thread's state, its number of waits so far, and its system call or ""."""
         status, call = self.status(), ""
         with suppress(OSError):
             call = (self._proc / "syscall").read_text().strip()
@@ -210,7 +210,7 @@ def _exported(content: bytes) -> dict[str, tuple[int, int]]:
 
 
 def _missing_right(user: int) -> str:
-    """Return what the user of kvfix must change so that kvfix may trace a process of the user `user`."""
+    """Return what to change, so that kvfix may trace a process that belongs to the user `user`."""
     if os.geteuid() not in (0, user):
         return f"Run kvfix as the user of the process (id {user}), or as root."
     if _YAMA.exists() and _YAMA.read_text().strip() != "0":

@@ -32,7 +32,7 @@ _LARGEST = 32768
 _BELOW = 128 + 128  # bytes to skip below the stack: the red zone of x86-64, and a margin of 128 bytes
 #: Flags that must be clear at a function call: direction of string instructions (x86-64), branch type (aarch64).
 _FLAGS = 0xC00
-#: Signals with which a called function ends: SIGTRAP at the breakpoint, all others at a crash.
+#: Signals at the end of a called function. SIGTRAP: the breakpoint was reached. All others: the function crashed.
 _ENDS = {signal.SIGTRAP, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 _libc = ctypes.CDLL(None, use_errno=True)
 #: A function that runs in the tracing process. Its argument `call(address, ...)` calls a C function in the thread.
@@ -41,7 +41,7 @@ Registers: TypeAlias = "array[int]"
 
 
 class Refused(Exception):
-    """The call is not possible. setting: what the user can change; "" if nothing helps."""
+    """The call is not possible. setting: what the user can change, or "" if nothing helps."""
 
     def __init__(self, reason: str, setting: str = "") -> None:
         super().__init__(f"{reason}. {setting}" if setting else reason)
@@ -91,7 +91,7 @@ def _cores() -> threading.Semaphore:
 
 
 def stop(thread: int, wait: str, trap: int, work: Work) -> int | None:
-    """Stop a thread and run `work`. If `wait` is set and the thread is not in system call `wait`, return None."""
+    """Stop a thread and run `work`. Return its result, or None if the thread is not in system call `wait` ("": any)."""
     with _cores():
         pipe, there = Pipe(duplex=False)
         tracer = os.fork()

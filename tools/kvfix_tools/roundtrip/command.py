@@ -94,7 +94,7 @@ def chosen(options: argparse.Namespace) -> Work:
 def run(options: argparse.Namespace, work: Work) -> RunReport:
     device = torch.device("cpu")
     if options.device == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())  # LMCache needs the index
+        device = torch.device("cuda", torch.cuda.current_device())  # LMCache needs the device's index
     report = RunReport(device, options)
     with contextlib.ExitStack() as stack:
         if any(one.name != "torch" for one, _ in work):
@@ -119,7 +119,7 @@ def run(options: argparse.Namespace, work: Work) -> RunReport:
 
 @contextlib.contextmanager
 def fixes(wanted: bool) -> Iterator[None]:
-    """Apply kvfix's fixes in this process and its children. Variable KVFIX sets the mode. KVFIX=off applies no fix."""
+    """Apply kvfix's fixes in this process and its children. KVFIX in the environment sets the mode (off: no fixes)."""
     try:
         import kvfix
     except ImportError:
@@ -184,7 +184,7 @@ def guarded(result: Result, job: Job) -> Result:
 
 
 def measure(backend: Backend, device: torch.device, gib: float | None, seed: int) -> Result:
-    """Time and verify a large transfer of a backend, and time plain copies of as many bytes. Keep the fastest times."""
+    """Time and verify a large transfer of a backend, and time plain copies of this size. Keep the fastest times."""
     cell = Cell(backend.name, layout="nhd", slots="blocks", seed=seed, **MODEL)  # type: ignore[arg-type]
     wanted, chunk = (DEFAULT_GIB[device.type] if gib is None else gib) * (1 << 30), int(cell.chunk)
     # torch rounds pinned memory up to a power of two. So the KV and its guard bands must fit into the wanted size.
@@ -209,7 +209,7 @@ def measure(backend: Backend, device: torch.device, gib: float | None, seed: int
 
 
 def choose(one: Backend, options: argparse.Namespace) -> list[Cell]:
-    """Return the cells of a backend, or one cell for a whole engine. Raise ValueError for impossible sizes."""
+    """Return the cells of a backend. A whole engine has only one cell. Raise ValueError for impossible sizes."""
     axes: Axes = {name: tuple(getattr(options, name) or one.axes.get(name, values)) for name, values in AXES.items()}
     made = pairs(one.name, axes, options.seed)
     if options.full:

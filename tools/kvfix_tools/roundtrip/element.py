@@ -1,8 +1,8 @@
 """Encode the identity of each KV word as the content of the word.
 
-A word is eight bytes of KV. The identity of a word is a number of 63 bits. This number encodes the word's generation,
-layer, K or V, slot, head, and index in the row (the elements of one head). A 64-bit bijection maps the identity to the
-content of the word. So two words differ in about half of their bits, and some words are NaN, -0.0 or denormal as
+A word is eight bytes of KV. The identity of a word is a number of 63 bits with six fields (`Identity`), such as layer,
+slot and head. The elements of one head and slot are a row. A 64-bit bijection maps the identity to the content of the
+word. So the contents of two words differ in about half of their bits, and some words are NaN, -0.0 or denormal as
 floats. The inverse of the bijection gives the identity of a misplaced word. One element (1 to 4 bytes) cannot hold an
 identity.
 """
@@ -49,7 +49,7 @@ def too_large(layers: int, slots: int, heads: int, words: int) -> str | None:
 
 
 def encode(numbers: torch.Tensor, seed: int) -> torch.Tensor:
-    """Return the words (int64) of the identities `numbers`. Overwrite `numbers`, because a copy may need gigabytes."""
+    """Return the words (int64) for the identities `numbers`. Overwrite `numbers`, because a copy may need gigabytes."""
     numbers.bitwise_xor_(_signed(_seed(seed)))
     for factor, shift in ((_A, _S1), (_B, _S2)):
         numbers.mul_(_signed(factor))
@@ -67,7 +67,7 @@ def decode(words: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def rows(numbers: torch.Tensor, words: int, seed: int) -> torch.Tensor:
-    """Return the words of rows as [rows, words]. numbers: the identity of each row's first word."""
+    """Return a tensor [rows, words] with the words of these rows. numbers: the identity of each row's first word."""
     places = torch.arange(words, dtype=torch.int64, device=numbers.device)
     return encode(numbers[:, None] + places[None, :], seed)
 

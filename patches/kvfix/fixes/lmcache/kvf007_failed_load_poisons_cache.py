@@ -27,7 +27,7 @@ from kvfix.fixes.api import LMCACHE_V1, SCHEDULER, Any, Fix, fix_after, fix_befo
 
 
 class Failed:
-    """The failed blocks of the last N steps. vLLM can schedule N steps before it learns of a failed block.
+    """The failed blocks of the last N steps. N: how many steps vLLM can schedule before it learns of a failed block.
 
     The metadata object identifies a step, because the save and the report of failed blocks get the same object.
     """
@@ -125,7 +125,7 @@ def worker_shows_bug(hook: Any, adapter: Any) -> bool:
 
 
 def failed_blocks_are_forgotten(hook: Any, adapter: Any) -> bool:
-    """Let the hook report the failed block 3. Return True if nothing keeps the block for the save of the next step."""
+    """Let the hook report the failed block 3. Return True if nothing records block 3 for the save of the next step."""
     config = stubs.Stub(scheduler_config=stubs.Stub(async_scheduling=True))
     impl = stubs.Stub(_invalid_block_ids={3}, _vllm_config=config, _parent=None, _recent_load_errors=())
     if hook(impl) != {3}:
@@ -134,7 +134,7 @@ def failed_blocks_are_forgotten(hook: Any, adapter: Any) -> bool:
 
 
 def scheduler_shows_bug(hook: Any, adapter: Any) -> bool:
-    """Roll back from 512 saved tokens to 256, and compute 16. With the bug, the step does not save all 272 tokens."""
+    """Roll back 512 saved tokens to 256, and compute 16 more. With the bug, the step does not save all 272 tokens."""
     impl, tracker = stubs.scheduled(adapter, 900, tracked=512, computed=256, _kvfix_rolled_back={stubs.NAME})
     tracker.num_saved_tokens = 512
     meta = hook(impl, stubs.step(16, computed=256))

@@ -28,7 +28,7 @@ def fix(impl: Any, scheduler_output: Any) -> None:
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
-    """Roll back from 512 tokens to 256, and compute 16. With the bug, the tracker has 528 tokens, not 272."""
+    """Roll back 512 tokens to 256, and compute 16 more. With the bug, the tracker has 528 tokens instead of 272."""
     impl, tracker = stubs.scheduled(adapter, 900, tracked=512, computed=256)
     hook(impl, stubs.step(16, computed=256))
     return len(tracker.token_ids) != 272

@@ -2,7 +2,7 @@
 
 Symptom: With `enable_async_loading`, `aborted_lookups` grows by one id per abort, and each lookup checks all ids.
 
-Cause: `request_finished` also cancels lookups that LMCache's lookup client has removed (0.5.6 vllm_v1_adapter.py:1913).
+Cause: `request_finished` also cancels lookups that LMCache's client no longer has (0.5.6 vllm_v1_adapter.py:1913).
 `cancel_lookup` then keeps the ids of these lookups for ever (lmcache_async_lookup_client.py 0.5.6:256-275).
 
 Fix: The fix skips `cancel_lookup` if the client does not have the lookup.

@@ -4,7 +4,7 @@ Symptom: LMCache logs `Request ... is still waiting for async lookup after 3 sec
 so vllm can recompute`. Then the asynchronous lookup client raises `KeyError: '<request id>'`, and EngineCore dies.
 
 Cause: With `enable_async_loading` a lookup times out after `lookup_timeout_ms`. The client then returns 0 and deletes
-the lookup's start time, but the lookup stays in flight. Without free blocks, vLLM asks for the hit again in the
+the lookup's start time, but the lookup stays in flight. If no block is free, vLLM asks for the hit again in the
 next step, and the client reads the deleted start time (lmcache_async_lookup_client.py 0.5.6:175, :187). Up to 0.3.15
 the client also does not cancel the lookup. If the request ends before the late result, the result and the chunks leak.
 
@@ -41,7 +41,7 @@ def fix_0_3_10(client: Any, tokens: Any, lookup_id: str, request_configs: Any = 
 
 
 def shows_bug(hook: Any, module: Any, *tokens: Any) -> bool:
-    """Ask for the hit of a lookup in flight without a start time. The client must return 0. The bug raises KeyError."""
+    """Ask for the hit of a lookup that is in flight, but lacks a start time. The bug raises KeyError."""
     return stubs.raises(KeyError, hook, stubs.async_lookup_client(), *tokens, stubs.NAME)
 
 

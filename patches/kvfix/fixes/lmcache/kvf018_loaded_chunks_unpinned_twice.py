@@ -4,9 +4,9 @@ Symptom: For each chunk of each hit, LMCache logs `Pin count of MemoryObj ... is
 somewhere.Setting pin count back to 0 as a hack but please find the bug.` If the CPU cache is full, LMCache evicts
 chunks of a hit before the request loads them, and logs `Num retrieved tokens: 0, num expected tokens: ...`.
 
-Cause: A lookup pins the chunks that it finds in the CPU cache. `lookup_unpin` unpins them. In LMCache 0.5.2 to 0.5.5,
-`retrieve` unpins the loaded chunks (cache_engine.py:935). In 0.4.3 to 0.5.6, `retrieve_layer` also unpins the loaded
-chunks (0.5.6:1139). This unpin is right for chunks read from disk. But a chunk of the CPU cache is the object that the
+Cause: A lookup pins the chunks that it finds in the CPU cache. `lookup_unpin` unpins these chunks. In LMCache 0.5.2 to
+0.5.5, `retrieve` unpins the loaded chunks (cache_engine.py:935). In 0.4.3 to 0.5.6, `retrieve_layer` also unpins them
+(0.5.6:1139). This unpin is right for chunks read from disk. But a chunk of the CPU cache is the object that the
 lookup has pinned, so `lookup_unpin` unpins the chunk again. If a second request has pinned the chunk, that pin is lost.
 
 Fix: When a load begins, the fix adds one pin to each chunk of the CPU cache that the request's lookup has pinned. If

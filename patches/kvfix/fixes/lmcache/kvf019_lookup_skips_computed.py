@@ -22,7 +22,7 @@ def fix(client: Any, token_ids: Any, lookup_id: str, request_configs: Any = None
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Look up 512 tokens that are all computed. With the bug, the client promises all 512, and asks no worker."""
+    """Look up 512 tokens that vLLM has computed. With the bug, the client promises all 512, and asks no worker."""
     ask = stubs.Calls(0)
     keys = stubs.Stub(process_tokens=lambda *_, **__: [(0, 256, 1), (256, 512, 2)])
     socket = stubs.Stub(send_multipart=ask, recv=lambda: bytes(8))

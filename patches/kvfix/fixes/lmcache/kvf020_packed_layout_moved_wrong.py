@@ -10,7 +10,7 @@ plane. The memory object `[2, layers, tokens, heads * head size]` has two planes
 only the first plane and half of each slot, because a plane is half as wide as a slot (0.5.6 gpu_connectors.py:327).
 
 Fix: For layers of this shape, the fix copies K into the first plane of the memory object and V into the second plane.
-LMCache itself does so with older vLLM. Chunks stored without the fix stay wrong, so clear the disk and remote caches.
+With older vLLM, LMCache does the same. Chunks stored without the fix stay wrong, so clear the disk and remote caches.
 - Releases: LMCache 0.4.3 to 0.5.6 (`use_gpu_connector_v3`: 0.5.0 to 0.5.6) with vLLM 0.26 and later. LMCache 0.4.3 to
   0.4.6 and the layerwise connector raise an error instead of wrong text. The multi-process mode is not affected.
 - Upstream: https://github.com/LMCache/LMCache/issues/4463; open: https://github.com/LMCache/LMCache/pull/4467 and
@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from kvfix.fixes import api
 from kvfix.fixes.api import Any, Fix, Steps, Wrapper, around, fix_after, fix_around, instead
 
-#: This attribute marks a memory object as not filled. On a connector, the attribute lists tokens that were not loaded.
+#: A memory object with this attribute is not filled. On a connector, the attribute lists tokens that were not loaded.
 _EMPTY = "_kvfix_empty"
 
 

@@ -2,7 +2,7 @@
 
 Symptom: The only log line of the request is `Storing KV cache for ...`. Later requests hit the stored chunks.
 
-Cause: A request whose KV must not be stored still has metadata if LMCache did a lookup for the request. A kv_producer
+Cause: If LMCache did a lookup for a request, the request has metadata, even with `lmcache.skip_save`. A kv_producer
 stores every request that has metadata, even if the request names no decoder (0.5.6 vllm_v1_adapter.py:1152).
 
 Fix: The worker does not store a request with `lmcache.skip_save`, unless the request names a decoder (`disagg_spec`).

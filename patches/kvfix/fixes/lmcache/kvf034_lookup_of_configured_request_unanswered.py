@@ -7,7 +7,7 @@ Cause: A request may have settings for LMCache in its `kv_transfer_params`, such
 `enable_async_loading` the scheduler sends the settings in the lookup message. But LMCache declares the settings in a
 lookup message as strings (0.5.6 async_lookup_message.py:22), so the worker cannot decode the message.
 
-Fix: If a setting is not a string, the fix sends only the settings that are in cache keys (`lmcache.tag.*`), as strings.
+Fix: If a setting is not a string, the fix sends only settings that cache keys contain (`lmcache.tag.*`), as strings.
 - Remove when: `LookupRequestMsg` takes settings of any type.
 """
 

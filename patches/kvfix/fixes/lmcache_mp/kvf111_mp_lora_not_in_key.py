@@ -5,7 +5,7 @@ Symptom: No error is logged. With `--enable-lora`, a prompt gets KV that another
 Cause: The cache key consists of the model, the tokens and `cache_salt` (lmcache_mp_metadata.py 0.5.6:91). The LoRA
 adapter changes the KV, but is not in the key. The hashes of vLLM's own prefix cache include the adapter's name.
 
-Fix: If a request has a LoRA adapter, the fix adds a hash of the adapter's name to the `cache_salt` of its tracker.
+Fix: If a request has a LoRA adapter, the fix adds a hash of the adapter's name to LMCache's copy of `cache_salt`.
 
 Mixed roll-out: Install the fix on all engines that share a server, or on none of them. The server does not need the
 fix. For requests with a LoRA adapter, an engine with the fix does not find the chunks of an engine without the fix.

@@ -3,7 +3,7 @@
 Symptom: vLLM logs nothing. Requests with `prompt_logprobs`, and some pooling requests, read no cache. The requests'
 chunks stay read-locked in the server for the read TTL (`read_ttl_seconds`, 300 s). The server cannot evict the chunks.
 
-Cause: vLLM asks the connector for every request and drops the answer for a request with `skip_reading_prefix_cache`
+Cause: vLLM asks the connector for the hit of every request. With `skip_reading_prefix_cache`, vLLM drops the answer
 (scheduler.py 0.32.0:983). vLLM admits the request even if the lookup is still running. The connector then deletes the
 lookup (lmcache_mp_connector.py 0.5.6:1433), and releases no lock, because the connector does not know the hit yet.
 

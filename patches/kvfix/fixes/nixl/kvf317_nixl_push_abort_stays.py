@@ -3,8 +3,8 @@
 Symptom: The worker keeps the parameters of each aborted request. `kvfix look` shows the id of the request in
 `_recving_metadata` for ever. If the parameters lack a key, EngineCore dies (KVF313).
 
-Cause: If a request ends before it was scheduled, request_finished adds the request, without blocks, to the requests
-that wait for KV. This entry should make the worker notify the prefill engine (push_scheduler.py 0.32.0:233-243). In
+Cause: If a request ends before vLLM schedules it, request_finished adds the request, without blocks, to the requests
+that wait for KV. The addition should make the worker notify the prefill engine (push_scheduler.py 0.32.0:233-243). In
 push mode, start_load_kv only records the request as waiting (push_worker.py 0.32.0:197), and no block ever arrives.
 The worker of pull mode does not record the request (pull_worker.py 0.32.0:73).
 

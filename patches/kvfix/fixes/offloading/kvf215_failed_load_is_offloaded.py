@@ -14,7 +14,7 @@ OffloadingConnector itself (offloading/scheduler.py 0.32.0:1910). If the request
 
 Fix: The fix reads the failed blocks from the output that `update_connector_output` gets. If a request has a failed
 block, the fix reports the request's stores in flight as failed, so vLLM drops the chunks of these stores.
-If the request continues, OffloadingConnector stores all chunks again. If the request has ended, it stores no chunk.
+OffloadingConnector stores the chunks again if the request continues, and no chunk if the request has ended.
 - Remove when: `update_connector_output` handles `invalid_block_ids`.
 """
 

@@ -5,7 +5,7 @@ Symptom: The worker prints `Exception in thread` once, with `batch memcpy failed
 become full after the start.) Then requests that hit the CPU memory stay in WAITING_FOR_REMOTE_KVS, and blocks that were
 to be stored never become free. The engine gets slower, and stops.
 
-Cause: The loop of the copy thread catches no exception (copy_backend.py 0.32.0:127, disk_backend.py:249, :283). The
+Cause: The copy thread's loop does not catch exceptions (copy_backend.py 0.32.0:127, disk_backend.py:249, :283). The
 thread records no event for the failed copy or for later copies. The worker reports only copies that have an event.
 
 Fix: The copy thread continues after a failed copy, and the worker reports the failed copy to the scheduler. After a
@@ -69,10 +69,10 @@ def _recorded(module: Any, stream: Any) -> Any:
 def _survives(least: int, place: int, noting: Callable[..., Any]) -> api.Fixing:
     """Let the loop of a copy thread go on after a failed copy.
 
-    least: the number of arguments that the fix needs. A loop with fewer arguments runs as without the fix.
+    least: the number of arguments that the fix needs. With fewer arguments, the loop runs without the fix.
     place: the index of the copy's number in an item of the queue. The list of events is the next element.
-    noting: takes the loop's arguments. Returns a `_Noting` queue, the arguments with this queue, and a stream function.
-    The stream function takes an item, and returns the stream that the item's failed copy may still use.
+    noting: a function of the loop's arguments. The result: a `_Noting` queue, arguments with the queue, a function.
+    The latter function takes an item, and returns the stream that the item's failed copy may still use.
     """
 
     @fix_calls

@@ -5,7 +5,7 @@ uses a whole CPU core, and the GPU copies blocks. `vllm:simple_kv_offload_pendin
 
 Cause: In each step `lazy_offload` stores cached blocks from the GPU's free list, if the CPU memory lacks the blocks
 (manager.py 0.32.0:586-640). A stored block goes to the end of the free list. If the free list has more blocks than
-the CPU memory, the block leaves the CPU memory before `lazy_offload` reaches it again. Then it is stored once more.
+the CPU memory, the block leaves the CPU memory before `lazy_offload` reaches it again. So the store repeats.
 While a store is in flight, EngineCore runs more steps (`has_pending_push_work`). Each step starts another store.
 
 Fix: After the last step that computes something, the fix stores only as many blocks as fit into the CPU memory.

@@ -8,7 +8,7 @@ other requests of this step can share the blocks. If the load fails, vLLM rolls 
 failed block. vLLM counts all tokens of the other requests as computed (scheduler.py 0.32.0:3297). These requests read
 blocks without KV if the first request is aborted or preempted, or computes the blocks in several steps.
 
-Fix: The fix rolls back each request to its own first failed block. Requests that share a block write the same KV.
+Fix: The fix rolls back each request to its own first failed block. All requests write the same KV to a shared block.
 - Releases: vLLM 0.11.2 to 0.33.0, with kv_load_failure_policy "recompute".
 - Upstream: https://github.com/vllm-project/vllm/pull/37827 (closed) for asynchronous loads. In
   https://github.com/vllm-project/vllm/pull/26813 vLLM decided not to roll back the other requests.

@@ -5,7 +5,7 @@ asynchronous scheduling or model runner V2. Asynchronous scheduling and runner V
 
 - With kv_load_failure_policy "recompute", vLLM logs `Recovered from KV load failure: 1 request(s) rescheduled`. Then
   the text is wrong, a request stays among `Running` and never ends, or a worker dies because of a token id -1.
-- With either policy, a request may return wrong text if vLLM preempts the request before its load fails. This is rare.
+- With either policy, a request may return wrong text if vLLM preempts it before its load fails. This case is rare.
 
 Cause: vLLM schedules a step before it knows that a load of the previous step has failed. The new step reads the blocks
 of this load. vLLM drops the output of the failed step (scheduler.py 0.32.0:2088), but not the output of the next steps.
@@ -69,7 +69,7 @@ def _is_ahead(scheduler: Any, of_stages: bool) -> bool:
 def _preempt(scheduler: Any, request: Any, preempted: Any) -> None:
     request._kvfix_compute = True
     if hasattr(scheduler, "_preempt_request"):
-        # Keep both calls on one line: between the calls no queue has the request, and faults.py raises at each line.
+        # Keep both calls on one line. Between the calls no queue has the request. Tests make each line of a fix raise.
         _ = scheduler.running.remove(request), scheduler._preempt_request(request, time.monotonic())
     else:  # 0.11
         scheduler.running.remove(request)

@@ -16,7 +16,7 @@ from kvfix.fixes.api import GO_ON, SCHEDULER, Any, Fix, fix_before, note
 
 
 def _ahead(request: Any) -> int:
-    """Return how far vLLM's number of computed tokens exceeds the number of tokens before the turn's last token."""
+    """Return by how many tokens `num_computed_tokens` exceeds the number of tokens before the turn's last token."""
     return int(request.num_computed_tokens - request.num_output_placeholders - (request.num_tokens - 1))
 
 
@@ -33,7 +33,7 @@ def compute_last_again(scheduler: Any, request: Any) -> None:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """End a turn of 22 tokens with 24 computed tokens. With the bug, the session continues from 24."""
+    """End a turn with 22 tokens, but 24 computed tokens. With the bug, the session continues from token 24."""
     session, _ = _scheduler.end_turn(hook, computed=24)
     return bool(session.num_computed_tokens > 22)
 

@@ -19,7 +19,7 @@ With speculative decoding there is no bug, because a load leaves blocks free (`_
 Fix: In an engine with the bug, a load leaves one block free in each KV group if there are other requests. One of the
 requests gets this block for its first token.
 
-Mixed roll-out: Engines with and without the fix work together. The fix is opt-in because a load may start later.
+Mixed roll-out: Engines with and without the fix work together. The fix is opt-in because it may delay a load.
 - Releases: vLLM 0.32.0 and 0.33.0. 0.26.0 has the same function, but keeps the token, so the fix does nothing there.
 - Remove when: `schedule` admits a load only if its first generated token fits, or keeps a preempted request's token.
 """

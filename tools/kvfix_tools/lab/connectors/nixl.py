@@ -35,7 +35,7 @@ PORT = 5600
 
 
 class AnyBlockSize(CPUAttentionBackend):  # type: ignore[misc]
-    """Accepts blocks of any size, because no attention kernel runs in the lab."""
+    """An attention backend that accepts blocks of any size, because no attention kernel runs in the lab."""
 
     @staticmethod
     def get_supported_kernel_block_sizes(*_: Any) -> list[Any]:

@@ -43,7 +43,7 @@ class Transfer:
 
 
 class Agent:
-    """A model of NIXL's agent (1.5) with the methods that vLLM calls. fuzz.py compares this model with real NIXL."""
+    """A model of the agent of NIXL 1.5, with the methods that vLLM calls. fuzz.py compares the model with real NIXL."""
 
     def __init__(self, network: "Network", name: str) -> None:
         self._network = network
@@ -75,7 +75,7 @@ class Agent:
         return numpy.asarray(places)
 
     def prep_xfer_dlist(self, agent: str, places: Any, mem_type: str = "") -> int:
-        """Return a new list's handle. Rows of `places`: (address, bytes, device). vLLM 0.33 adds stride and count."""
+        """Return a new descriptor list's handle. Rows: (address, bytes, device). vLLM 0.33 adds stride and count."""
         name = self.name if agent == "NIXL_INIT_AGENT" else agent
         if name != self.name and name not in self._peers:
             raise AgentError("NIXL_ERR_NOT_FOUND")
@@ -140,7 +140,7 @@ class Agent:
         return "PROC"
 
     def begin(self, handle: int, transfer: Transfer) -> None:
-        """Begin a transfer. Raise AgentError if the peer has ended. Failed reads may change the target (nixl 1.5.1)."""
+        """Begin a transfer. Raise AgentError if the peer has ended. A failed read may change its target (1.5.1)."""
         if not self._reaches(transfer.peer):
             spoil(transfer.pairs if transfer.reads else ())
             raise AgentError(GONE)
@@ -267,7 +267,7 @@ class Network(PairNetwork):
 
     @contextmanager
     def socket(self, kind: Any, path: str) -> Iterator[Any]:
-        """Replaces `zmq_ctx`. Yields a socket for a worker that begins a handshake, or for the answering thread."""
+        """Replaces `zmq_ctx`. Yields a socket for a worker that begins a handshake, or for the thread that answers."""
         messages = [self._asked] if kind == zmq.ROUTER else []
 
         def receive() -> Any:
@@ -312,11 +312,11 @@ def _settle(future: Future[Any], work: Callable[[], Any]) -> None:
 
 
 class _Waits(Exception):
-    """Raised where a thread would wait, to end the current round of the thread's loop."""
+    """Raised where a thread would wait, to end the current iteration of the thread's loop."""
 
 
 class Signal(threading.Event):
-    """Replaces `threading.Event` in the writer thread. `wait` ends the current round of the thread's loop."""
+    """Replaces `threading.Event` in the writer thread. `wait` ends the current iteration of the loop."""
 
     def wait(self, timeout: float | None = None) -> bool:
         raise _Waits

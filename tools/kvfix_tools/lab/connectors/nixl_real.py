@@ -2,7 +2,7 @@
 
 The lab decides in which step a transfer ends, so runs with NIXL and with the model have the same steps. In the step in
 which the model would end a transfer, the lab starts NIXL's transfer and waits for its end. A late start is the worst
-case, because the source may have changed by then. NIXL refuses wrong calls. The lab refuses calls to ended peers.
+case, because the source may have changed by then. NIXL refuses wrong calls. The lab refuses calls to a dead peer.
 """
 
 import os
@@ -17,7 +17,7 @@ from kvfix_tools.lab.connectors.nixl_network import GONE, Agent, AgentError, Net
 
 # Without this variable, NIXL logs each refused call and also raises an exception. NIXL reads the variable at import.
 os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
-#: Maximum seconds that the lab waits for a transfer or a notice. A transfer and a notice usually take milliseconds.
+#: Maximum seconds that the lab waits for a transfer or a notice. Both usually take milliseconds.
 _PATIENCE = 20.0
 
 
@@ -33,7 +33,7 @@ class RealAgent(Agent):
         self._real: Any = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
         self._real_lists: dict[int, Any] = {}
         self._real_transfers: dict[int, Any] = {}
-        #: (sender, notice) of each notice that NIXL has delivered and that the lab does not show to vLLM yet
+        #: (sender, notice) of each notice that NIXL has delivered, but that the lab has not passed to vLLM yet
         self._brought: list[tuple[str, bytes]] = []
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Memory that the lab can check. A token's slot holds a content instead of KV: a hash of all tokens up to the token."""
+"""Memory that the lab can check. Instead of KV, a slot holds a content: a hash of its token and all earlier tokens."""
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,7 +24,7 @@ def first_difference(one: Iterable[int], other: Iterable[int]) -> int:
 
 
 class Prefix:
-    """The right content for each token of one request."""
+    """The right contents of one request: one content for each token."""
 
     def __init__(self, seed: int = hash((1, 1))) -> None:
         self._seed = seed
@@ -77,7 +77,7 @@ class Slots:
         return slots
 
     def own(self, contents: list[int], start: int = 0) -> list[int]:
-        """Return `contents`, which begin at token `start`, with NOTHING for each token that another rank has."""
+        """Return `contents`, whose first token is `start`, with NOTHING for each token that another rank has."""
         return contents
 
     def spoil(self, block: int) -> None:
@@ -171,7 +171,7 @@ def of_rank(rank: int, contents: list[int]) -> list[int]:
 
 
 class Cache(dict[object, list[int]]):
-    """The external cache {LMCache's key: contents of the chunk}, oldest chunk first. Lookups pin chunks."""
+    """The external cache: {LMCache's key: contents of the chunk}, oldest chunk first. A lookup pins found chunks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class Cache(dict[object, list[int]]):
         self.pins: dict[str, list[Any]] = {}
 
     def pinned_prefix(self, keys: Sequence[object], lookup_id: str) -> int:
-        """Pin for this lookup the longest prefix of these keys that is in the cache. Return the number of pins."""
+        """For this lookup, pin the first keys, up to the first key that the cache lacks. Return the number of pins."""
         found = list(takewhile(self.__contains__, keys))
         if found:
             self.pins[lookup_id] = found

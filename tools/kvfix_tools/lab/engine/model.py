@@ -19,7 +19,7 @@ class Group:
 
     vLLM's model runner keeps a block list for each request and appends new blocks (v1/worker/gpu_model_runner.py
     0.32.0:1284 for a new request, 1419-1428 for a running or resumed one; 0.11.2.post2:745 and 830-839). A single
-    worker shares the list objects with the scheduler and the connector. Several workers have a copy each.
+    worker shares the list objects with the scheduler and the connector. Several workers each have a copy.
 
     Each request in the batch also has a row in the block table. The runner fills a new row from the request's block
     list (gpu_input_batch.py 0.32.0:393). Each step appends new blocks to the row (gpu_model_runner.py 0.32.0:1450).
@@ -77,10 +77,10 @@ class StateGroup(Group):
     """A KV group of recurrent states (Mamba, in mode "align").
 
     A step reads the state that the previous step has written, and writes the new state to the block of the last token
-    (`preprocess_mamba`, v1/worker/mamba_utils.py 0.32.0:1446). A step with drafts writes several states. The first of
-    these blocks gets the state before all drafts. Each following block gets the state after one more draft. The next
-    step reads the state after the last accepted draft. If the token before the drafts, or an accepted draft, ends a
-    block, the runner copies the state after that token to that block (`postprocess_mamba_fused_kernel`, :369).
+    (`preprocess_mamba`, v1/worker/mamba_utils.py 0.32.0:1446). A step with drafts writes several states to several
+    blocks. The first block gets the state before all drafts. Each following block gets the state after one more draft.
+    The next step reads the state after the last accepted draft. If the token before the drafts, or an accepted draft,
+    ends a block, the runner copies the state after that token to that block (`postprocess_mamba_fused_kernel`, :369).
     """
 
     def __init__(self, group: KVGroup, memories: Sequence[Slots]) -> None:
@@ -262,7 +262,7 @@ class Model:
         return list(self._scheduler.kv_cache_manager.get_block_ids(name)[0])
 
     def fill(self, name: str, start: int, end: int) -> None:
-        """Write the right contents of these tokens, as if a MultiConnector's other connector had loaded the tokens."""
+        """Write the right contents of these tokens, as the load of another connector (MultiConnector) would."""
         for slots in self.memories:
             slots.write(self.blocks(name), start, self.right(name)[start:end])
 
@@ -316,7 +316,7 @@ class Model:
         return None, ""
 
     def output(self, scheduled: dict[str, int]) -> ModelRunnerOutput:
-        """Return the step's output, with sampled tokens for each request whose last token the step has computed."""
+        """Return the step's output. Sample tokens for each request whose last token the step has computed."""
         places, tokens = {name: place for place, name in enumerate(scheduled)}, list(map(self._sampled, scheduled))
         nothing: dict[str, Any] = {"logprobs": None, "prompt_logprobs_dict": {}, "pooler_output": None}
         return ModelRunnerOutput(list(places), places, sampled_token_ids=sampled(tokens), **nothing)

@@ -15,7 +15,7 @@ from kvfix_tools.lab.engine.counts import Counts
 from kvfix_tools.lab.engine.model import Model
 from kvfix_tools.lab.options import Options
 
-#: Steps after which a request is stuck if its load is not in flight. Reporting the end of a load takes fewer steps.
+#: A request is stuck if it waits this many steps for a load that is not in flight. An ended load is reported sooner.
 STUCK = 8
 #: Seconds that LMCache waits for a lookup (lookup_timeout_ms).
 LOOKUP_TIMEOUT = 3.0
@@ -55,7 +55,7 @@ class Liveness:
     def state(self, in_flight: int, undecided: set[str], lookups: int) -> liveness.State:
         """Return the state after a step that scheduled no tokens. undecided: requests whose lookup has no result yet.
 
-        in_flight: number of blocks that `take_blocks` holds, plus steps without output. lookups: number in flight.
+        in_flight: number of held blocks (`take_blocks`) and steps without output. lookups: number of lookups in flight.
         """
         scheduler = self._scheduler
         queues = [getattr(scheduler, name) for name in QUEUES if hasattr(scheduler, name)]
@@ -161,7 +161,7 @@ class RequestEvents:
         connector.update_state_after_alloc = granted
 
     def _block_is_dropped(self, request: Any, computed: int) -> bool:
-        """Return True if vLLM has also cached the block after the `computed` tokens, but recomputes it for EAGLE."""
+        """Return True if vLLM has cached the block after the `computed` tokens, but recomputes the block for EAGLE."""
         if not self._dropped or computed + self._dropped >= request.num_tokens or computed % self._dropped:
             return False
         pool = self._scheduler.kv_cache_manager.block_pool

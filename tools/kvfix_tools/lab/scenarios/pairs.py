@@ -13,9 +13,9 @@ MOONCAKE = partial(Options, connector="mooncake", prefix_caching=False, num_bloc
 pull, push, mooncake = (partial(scenario, options=made()) for made in (PULL, PUSH, MOONCAKE))
 mooncake_0_32 = partial(mooncake, wrong={"vllm": ">=0.32,<0.33"})
 
-#: In push mode, a registration of decode times out after 5 seconds.
+#: With this setting of push mode, a registration of decode times out after 5 seconds.
 SOON = {"push_registration_timeout": 5.0}
-#: Other requests write to the blocks that prefill has freed. Then decode gets blocks for its loads.
+#: In these steps, other requests write to the blocks that prefill has freed. Then decode gets blocks for its loads.
 OTHERS_WRITE = (
     [do.on("prefill", "take_blocks", 60), do.step(), do.ask("s", prompt(32, seed=1)), do.step()],
     [do.on("prefill", "free_blocks"), do.on("decode", "free_blocks")],
@@ -209,7 +209,7 @@ SCENARIOS = {
     "nixl-push-second-decode-waits": push(
         [do.ask("r", prompt(64), 2), do.step(3), do.send_again("r")],
         shows="LAB003 WAITING_FOR_REMOTE_KVS",
-        # With a longer timeout, `Pair.run` calls `time_passes`, after which the lab accepts loads of too few tokens.
+        # With a longer timeout, `Pair.run` would call `time_passes`, and the lab would accept loads of too few tokens.
         options=PUSH(prefix_caching=False, extra={"push_registration_timeout": 0.5}),
     ),
     "nixl-push-thread-loses-notices": push(

@@ -14,7 +14,7 @@ ASKS = {"extra_args": {"kv_transfer_params": {"disagg_spec": DECODER}}}
 producer = partial(scenario, options=Options(kv_role="kv_producer"))
 only_0_32 = partial(scenario, wrong={"vllm": ">=0.32,<0.33"}, needs={"vllm": ">=0.32"})
 
-#: Steps after which vLLM has fewer tokens of the preempted request than LMCache.
+#: Steps that preempt request r. vLLM then caches fewer tokens of the request than LMCache.
 FEWER_IN_VLLM = (
     [do.admit("r", prompt(300), max_tokens=8), do.step(), do.preempt("r")],
     do.keep_blocks(10),  # 160 tokens stay in the prefix cache, fewer than the 256 that LMCache has
@@ -83,7 +83,7 @@ SCENARIOS = {
         shows="KVR009 tmp_disagg_tracker still holds it",
     ),
     "preempt-full-hit": large_chunks(
-        # Another request has stored the prompt and the output: 256 tokens. vLLM takes 255, and recomputes one token.
+        # Another request has stored the prompt and the output, 256 tokens. vLLM takes 255 tokens, and recomputes one.
         [do.stored_elsewhere(continued(prompt(250), 6)), do.admit("r", prompt(250), max_tokens=16), do.step(6)],
         do.preempt("r"),
         doc="LMCache has all tokens of a preempted request, but vLLM takes one token less: LMCache's assertion fails.",
