@@ -220,7 +220,7 @@ def answers(*expected: Any, also: str = "", **fixed: Any) -> Callable[[Callable[
 
     - expected: one result, or two results (first without, then with fixes). Default: the test's parameter `answer`
     - also: more parameters of the test (`fixes`, `release` or `answer`), separated by spaces
-    - fixed: values of `fixes` and `release`. Without them: release 0.5.6, and the default fixes for a second result
+    - fixed: values of `fixes` and `release`. Default: release 0.5.6, and for the second result the default fixes
     """
 
     def make(case: Callable[..., Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Help tests run the lab's random schedules without faults. Only fixes in `changing(...)` may change their events."""
+"""Help tests run the lab's random schedules without faults. Only the fixes of `changing` may change the events."""
 
 from importlib import import_module
 from typing import Any

@@ -80,7 +80,7 @@ def _text(function: Callable[..., Any] | None, args: tuple[Any, ...], what: str)
 
 
 def _short(value: Any) -> str:
-    """Return numbers, None and short tuples as text. Return only the type of any other value (it may be user data)."""
+    """Return numbers, None and short tuples as text. Any other value may be user data, so return only its type."""
     if isinstance(value, tuple) and len(value) < 4:
         return f"({', '.join(map(_short, value))})"
     return repr(value) if type(value) in (int, bool, float, type(None)) else f"a {type(value).__name__}"

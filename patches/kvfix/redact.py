@@ -3,8 +3,8 @@
 `text` finds secrets by their names (a password, a token, an API key). `text` also finds secrets by their values: a URL
 with a user, an Authorization header, a key in the format of a known service. In doubt, `text` hides a value.
 
-The text may be megabytes long, and an attacker may have chosen it. So no pattern may read the same characters many
-times. For example, the code searches for the end of a value only once.
+The text may be megabytes long, and an attacker may have written the text. So no pattern may read the same characters
+many times. For example, the code searches for the end of a value only once.
 """
 
 import re
@@ -17,7 +17,7 @@ _WORDS = {
     "creds", "dsn", "jwt", "passcode", "passphrase", "passwd", "password", "pwd", "sas", "secret", "secrets",
     "signature", "token",
 }  # fmt: skip
-#: A name also names a secret if a word ends with one of these texts, for example PGPASSWORD or accesstoken.
+#: A name also names a secret if a word of the name ends with one of these texts, as in PGPASSWORD or accesstoken.
 _ENDS = ("apikey", "passphrase", "passwd", "password", "secret", "token")
 #: In text, "key" alone mostly means the key of a chunk. So these patterns match "key" only after a word such as "api".
 _KEYS = re.compile(

@@ -33,7 +33,7 @@ class Session:
         # The lines of kvfix in the engine's log (engine_log).
         #: The logged texts, the oldest first.
         self.reported: dict[str, None] = {}
-        #: For each kind of line: number logged, monotonic seconds of the last logged line, number left out since then.
+        #: {kind of line: (number of logged lines, monotonic seconds of the last line, lines left out since then)}.
         self.lines: dict[str, tuple[int, float, int]] = {}
         #: {kind of an error in kvfix's code: number of errors}.
         self.faults: dict[str, int] = {}

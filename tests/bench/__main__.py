@@ -2,7 +2,7 @@
 
     python -m tests.bench [NAME ...]
 
-A bench is a module of this folder with `measure()`. This function yields rows and has no time limit. If a bench fails,
+A bench is a module of this folder whose function `measure` yields rows. A bench has no time limit. If a bench fails,
 the other benches still show their results. Exit 1 if a bench failed, or a promise was not kept.
 """
 

@@ -1,4 +1,4 @@
-"""Measure memory and time of kvfix-diagnose on one core. The time is divided by the time of a search in Python.
+"""Measure memory and processor time of kvfix-diagnose. The bench divides the time by the time of a search in Python.
 
 A "life" is the log of an engine from start to end. kvfix-diagnose reads lives, a sparse log and a stream of 200 MB. In
 the sparse log, 99 of 100 lines mean nothing to kvfix-diagnose. The time does not include Python's start.
@@ -26,7 +26,7 @@ FIXTURES = ("healthy-0.5.6", "crash-0.3.10", "mp-0.5.6", "degraded-0.5.6")
 OWN = re.compile(rb"(\b\d+-[0-9a-f]{8}\b(?!-)|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)")
 MEGABYTES = 48
 ROUNDS = 5
-#: Limits of the time for lives, and for the sparse log. The unit is the time of a search for NEEDLES in Python.
+#: Maximum time for lives (REAL) and the sparse log (SPARSE). The unit is the time of a search for NEEDLES in Python.
 REAL, SPARSE = 4, 0.5
 GIGABYTES = 0.2
 #: Lines of vLLM's access log and request log. These lines mean nothing to kvfix-diagnose.
@@ -104,7 +104,7 @@ def read(log: Path | str, stdin: Any = None) -> dict[str, Any]:
 
 
 def search(log: Path) -> float:
-    """Return the processor time of a search in Python, in seconds."""
+    """Return the processor time of a search for NEEDLES in Python, in seconds."""
     needles = re.compile(b"|".join(map(re.escape, NEEDLES)))
     start = time.process_time()
     with log.open("rb") as file:

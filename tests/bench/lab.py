@@ -1,7 +1,7 @@
 """Measure the time and memory that `kvfix lab fuzz` needs to play random schedules, and to shrink a schedule.
 
 The lab runs with all checks, on one core. Imports do not count. The bench divides the lab's time by the time of vLLM's
-scheduler and LMCache's connector for the same steps. The time of a shrink is divided by the time of one play.
+scheduler and LMCache's connector for the same steps. The bench divides the time of a shrink by the time of one play.
 """
 
 from collections.abc import Iterator

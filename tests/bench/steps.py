@@ -86,7 +86,7 @@ with runner.quiet():
     assert not dumps, dumps
 """
 
-#: Code that measures a layer hook, because CASE does not wrap layer hooks. The connector's adapter does nothing.
+#: Code that measures a hook which vLLM calls for each layer. CASE wraps none. The connector's adapter does nothing.
 LAYER = """
 import timeit
 from types import SimpleNamespace

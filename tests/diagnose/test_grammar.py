@@ -110,7 +110,7 @@ def test_prefixes_of_processes_and_containers(prefix: str) -> None:
 
 
 def test_the_statistics_of_the_newest_vllm_are_read() -> None:
-    """vLLM joins the statistics from parts (v1/metrics/loggers.py 0.32.0:283). This test joins them in source order."""
+    """vLLM joins the statistics from parts (v1/metrics/loggers.py 0.32.0:283). The test joins parts in source order."""
     tree = ast.parse((site_packages() / "vllm/v1/metrics/loggers.py").read_bytes())
     (logger,) = (node for node in tree.body if getattr(node, "name", "") == "LoggingStatLogger")
     places = released.with_place(logger)

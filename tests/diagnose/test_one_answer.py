@@ -22,7 +22,7 @@ def troubles(log: Diagnosis) -> set[str]:
 
 
 def test_the_end_of_a_log_and_its_decisive_line_do_not_contradict_the_whole() -> None:
-    """The whole log has each certain finding of its last 200 lines, and of the line that decides its first finding."""
+    """Each certain finding of the last 200 lines, or of the decisive line, is also a finding of the whole log."""
     for log in known():
         whole = diagnosed(log)
         lines = log.splitlines(keepends=True)

@@ -30,7 +30,7 @@ def diagnose(*names: str) -> Diagnosis:
     ("names", "found"),
     [
         (["crash-0.3.10"], ["KVD101"]),  # a small version of LMCache issue 2158, with LMCache 0.3.10
-        (["healthy-0.5.6-debug"], []),  # at log level DEBUG; the log ends during the first round of requests
+        (["healthy-0.5.6-debug"], []),  # at log level DEBUG; the log has only the first requests
         (["min-retrieve-0.5.6"], ["KVD103"]),  # six requests that preempt one another, with min_retrieve_tokens
         (["deaf-0.5.6"], ["KVD203"]),  # the worker answers no lookups
         # LMCache fails to start in the worker. The lookups of three requests time out.

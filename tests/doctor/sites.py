@@ -1,4 +1,4 @@
-"""For the tests of kvfix doctor, make site-packages folders of links to released files, and a host of text files."""
+"""Make installations (links to packages) and hosts (folders of text files) for the tests of kvfix doctor."""
 
 import json
 import socket

@@ -24,7 +24,7 @@ THEIRS = {
     "class Taking:\n    def __init__(self, a, *rest): ...\n",
     "records": "from dataclasses import dataclass\n@dataclass\nclass Record:\n    a: int\n    b: int = 2\n",
 }
-#: {code of package `ours`, which uses package `theirs`: part of doctor's report}. "": doctor reports nothing.
+#: {code of package `ours`, which uses package `theirs`: part of doctor's report}. "" means no report.
 CASES = {
     "from theirs.things import VALUE, function, os": "",
     "from theirs.things import gone": "cannot import name 'gone' from 'theirs.things'",

@@ -23,7 +23,7 @@ from tests.fork_server import FORK_WORKERS, Forked
 HERE = Path(__file__).parent
 #: Maximum seconds for a run of an engine. A run takes one minute, or at most three minutes while other engines run.
 LIMIT = 300
-#: Marks slow tests (five minutes in all). The lab's engine or another test case shows the results of these tests too.
+#: Marks slow tests (five minutes in all). The lab's engine or another test case checks the same behaviour.
 LONG = pytest.mark.skipif(
     "KVFIX_TEST_LONG" not in os.environ, reason="the lab's engine shows this too. KVFIX_TEST_LONG=1 runs a real engine"
 )
@@ -121,7 +121,7 @@ def dump(pid: int, folder: Path, **environment: str) -> dict[str, Any]:
 def server(
     lmcache: Path | None = None, options: tuple[str, ...] = (), log: Path | None = None, **settings: str
 ) -> Iterator[dict[str, Any]]:
-    """Start `lmcache server` with `kvfix run`, so the server has kvfix. lmcache: folder of 0.4.6 (None: newest)."""
+    """Start `lmcache server` with `kvfix run`. lmcache: folder of LMCache 0.4.6, or None for the newest LMCache."""
     start = (sys.executable, "-m", "kvfix_tools.cli", "run", "--")
     environment = clean_environment(*([lmcache] if lmcache else []), **settings)
     transfer_mode = ("--transfer-mode", "non_gpu") if lmcache else real_engine.ANY_MODE

@@ -25,15 +25,15 @@ from tests.engine.start import Ran
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 TOKENS = 4
-#: Some prompts fill whole chunks, some end inside a chunk, some need several steps. All together have 108 whole chunks.
+#: Some prompts fill whole chunks, some end inside a chunk, some need several steps. PROMPTS has 108 whole chunks.
 PROMPTS = [prompt(tokens, seed) for seed, tokens in enumerate([100, 128, 200, 256, 411, 657] * 4 + [300], 1)]
 #: The tests plant faults in the cached chunks of WRONG. This prompt has three whole chunks and a part of a chunk.
 WRONG, OTHER = prompt(200, 77), prompt(200, 78)
 ENGINE = {"max_model_len": 1024, "num_gpu_blocks_override": 257, "max_num_batched_tokens": 352}
 TRANSFER = {**start.v1(64), "kv_connector": "Copied", "kv_connector_module_path": "kvfix_engine_verify"}
 ENVIRONMENT = {**start.ONE_PROCESS, "KVFIX_TEST_REAL_CONNECTOR": "1"}
-#: For each fault, the number of wrong chunks and the index of the first wrong chunk. Then the first wrong layer of this
-#: chunk, the part (K or V) and the worst token. None: the test does not check the value.
+#: {fault: (number of wrong chunks, index of the first wrong chunk, its first wrong layer, K or V, worst token)}
+#: None means that the test does not check the value.
 FOUND: dict[str, tuple[int, int, int | None, str, int | None]] = {
     "two_chunks_swapped": (2, 0, 0, "K", None),
     "chunk_of_another_prompt": (1, 0, 0, "K", None),

@@ -1,4 +1,4 @@
-"""Raise errors at random lines of fixes while the lab plays an engine. Run `python -m tests.lab.faults DRAWS`."""
+"""Raise errors at random lines of fixes while the lab runs an engine. Run `python -m tests.lab.faults DRAWS`."""
 
 import ast
 import functools
@@ -31,7 +31,7 @@ class Fault(Exception):
 
 
 class Plan:
-    """Counts runs of each line of the fix `code`. Raises at run number `time` of `line`. always: also in later runs."""
+    """Counts how often each line of the fix `code` runs. Raises in run `time` of `line`. always: also in later runs."""
 
     def __init__(self, code: str = "", line: Line | None = None, time: int = 0, always: bool = False) -> None:
         self.code, self.line, self.time, self.always = code, line, time, always
@@ -88,7 +88,7 @@ _SAFE = (
 
 @functools.cache
 def _cannot_fail(file: str) -> frozenset[int]:
-    """Return the numbers of lines that cannot raise. Include `finally` blocks, because they must restore objects."""
+    """Return the numbers of lines that cannot raise, and of lines in `finally` blocks, which must restore objects."""
     tree = ast.parse("".join(linecache.getlines(file)))
     safe = [each for node in ast.walk(tree) if isinstance(node, ast.Try) for each in node.finalbody]
     for node in ast.walk(tree):
@@ -112,7 +112,7 @@ def traced(inner: bool) -> Iterator[None]:
 
 
 def raising(code: str, function: Function, inner: bool = False) -> Function:
-    """Wrap a function of the fix `code`, so that PLAN may raise in it. inner: True if the engine calls the function."""
+    """Wrap a function of the fix `code`, so that PLAN may raise there. inner: True if the engine calls the function."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -216,7 +216,7 @@ class Counted(NamedTuple):
 
 
 def counted(fix: Any, case: Case) -> Counted:
-    """Play the case without and with the fix. Return the codes without the fix, and how often each fix line ran."""
+    """Play the case without and with the fix. Return the codes found without the fix, and the runs of each fix line."""
     released = frozenset(found.code for found in (*case.findings(False), *case.findings(skipped=fix.code)))
     with planned(fix.code):
         case.findings()

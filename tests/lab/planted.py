@@ -30,7 +30,7 @@ class Setup(NamedTuple):
 
 
 class Fault(NamedTuple):
-    shows: tuple[str, ...]  # texts `CODE part of the message`. The lab must report a finding that fits one text
+    shows: tuple[str, ...]  # texts `CODE PART`. The lab must report CODE with PART in the message, for one text
     plant: Plant
     options: dict[str, Any] = {}  # changed options of the setup
     schedule: Plant | None = None  # replaces the schedule of the setup
@@ -47,7 +47,7 @@ def fault(
 
     `at` is the path from the engine to a method that the function replaces. `*` in `at` means each item of a list.
     The function gets the engine, the method and its arguments. Without `at`, the function gets only the engine.
-    Each keyword of `options` names a setup (`_` for `-`) and has the options to change. `every` names all other setups.
+    A keyword of `options` names a setup (`_` for `-`). Its value has the options to change. `every`: all other setups.
     """
     by_setup = {name.replace("_", "-"): each for name, each in options.items()}
 
@@ -95,7 +95,7 @@ def noted(engine: Any) -> dict[Any, Any]:
 
 
 def played(setup: str, name: str = "", planted: bool = True, **options: Any) -> dict[str, Any]:
-    """Play a setup with the fault `name`, if a name is given. planted=False: play only the fault's schedule."""
+    """Play a setup, with the fault `name` if given. planted=False: use the fault's schedule, but plant no fault."""
     made, fault = SETUPS[setup], FAULTS[setup, name] if name else Fault((), lambda _: None)
     changed = dataclasses.replace(made.options, **{**fault.options, **options})
     with (
@@ -160,7 +160,7 @@ MP = steps(
     until(lambda engine: engine.requests["b"] in engine.scheduler.running),
     [do.preempt("b"), do.run(), do.serve("c", prompt(200), max_tokens=4), do.settle()],
 )
-#: Request `of lmcache` hits only LMCache, `of both` hits both, and `of the other` hits SimpleCPUOffloadConnector.
+#: Request `of lmcache` hits LMCache, `of the other` hits SimpleCPUOffloadConnector, and `of both` hits the two.
 V1_AND_SIMPLE = steps(
     [do.stored_elsewhere(prompt(100)), do.store("of lmcache", prompt(100), 5), do.serve("of both", prompt(100), 5)],
     [do.store("stored", prompt(150, seed=1), 5), do.evict(100), do.serve("of the other", prompt(150, seed=1), 5)],
@@ -169,7 +169,7 @@ V1_AND_SIMPLE = steps(
 
 
 def schedule_offloading(engine: Any) -> None:
-    """Play stores and loads. Write garbage to freed blocks of `other` while the connector still copies these blocks."""
+    """Play stores and loads. Write garbage to blocks that request `other` has freed, while their copy runs."""
     engine.serve("first", prompt(300), max_tokens=3)
     if engine.options.tier:
         engine.evict(100)

@@ -27,7 +27,7 @@ METADATA = "connector.scheduler_adapter.build_connector_meta"
 
 
 def _promise(change: Callable[..., Any]) -> Callable[[Any], None]:
-    """Return a fault that promises what `change` returns. `asked` has the request's num_preemptions at each lookup."""
+    """Return a fault that promises the tokens that `change` returns. `asked` lists num_preemptions at each lookup."""
 
     def plant(engine: Any) -> None:
         connector, asked = engine.scheduler.connector, []

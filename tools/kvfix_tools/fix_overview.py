@@ -54,7 +54,7 @@ def concerns(fix: Fix, chosen: frozenset[str]) -> bool:
 
 
 def in_use(named: str, transfer_config: str) -> tuple[frozenset[str], str]:
-    """Return (connectors, the option or variable that names them). Raise ValueError for a wrong value."""
+    """Return (connectors, the option or variable that names the connectors). Raise ValueError for a wrong value."""
     if named:
         return _checked(named.split(",")), "--connector"
     if transfer_config:

@@ -14,14 +14,14 @@ from kvfix.ledger.liveness import LOAD, LOOKUP, Engine
 HOOK = 3.0
 #: If no request makes progress, a transfer or lookup counts as unanswered after LATE seconds, otherwise after LATER.
 LATE, LATER = 5.0, 30.0
-#: These fields of a request's row do not change during one wait.
+#: These fields of a request's row do not change while the request waits.
 _OF_A_WAIT = ("computed", "total", "preemptions")
 #: The stack frame in which LMCache waits for its server's response (lmcache/v1/multiprocess/futures.py 0.5.6:86).
 _OF_SERVER = "result (multiprocess/futures.py:"
 
 
 class Look(NamedTuple):
-    """The states of all processes of an engine, read as nearly at the same time as possible."""
+    """The states of all processes of an engine, read at almost the same time."""
 
     at: float  # seconds of a monotonic clock
     #: For a process that kvfix could not read, the only keys are pid, name, silent (the reason), stack and hook.

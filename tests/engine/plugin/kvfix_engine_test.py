@@ -142,7 +142,7 @@ def note_grants_and_loads(connector: Any) -> None:
 
 
 def note_own_time(connector: Any) -> None:
-    """Note kvfix's CPU time every 64 steps. If scheduler and worker share a process, the time includes both."""
+    """Note kvfix's CPU time every 64 steps. If scheduler and worker share a process, the worker's time counts too."""
     from kvfix_engine_times import OwnTime
 
     from kvfix.session import session

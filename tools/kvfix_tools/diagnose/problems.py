@@ -119,7 +119,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def gives_way(self, records: list[Problem], line: LogLine) -> bool:
         """Return True if a record in `records` is more specific than this record.
 
-        Also return True if this record has `quotes` (docs/knowledge.md), and a record in `records` does not.
+        Also return True if this record has `quotes` (docs/knowledge.md), and a record in `records` has no `quotes`.
         """
         if self.quotes and any(not each.quotes for each in records):
             return True

@@ -1,6 +1,6 @@
 """Summarize a log in at most 8 kB, for a person or a language model. Write a bug report with the summary.
 
-A user can post both texts in public, because they contain no prompt, no secret, no host name and no local path.
+A user can post the summary and the report in public. Both texts have no prompt, secret, host name or local path.
 """
 
 import re
@@ -27,7 +27,7 @@ _SETTINGS = re.compile(
     r"|'[^']*'|[^,}]+)"
 )
 _URL = re.compile(r"https://github\.com/[\w./-]*\w")
-#: Path of a file in a package. The group begins at the package, and leaves out the folders of the host.
+#: Path of a file in a package. The pattern's group begins at the package, after the folders of the host.
 _PACKAGE = re.compile(r"(?:^|/)(?:(?:site|dist)-packages/|(?=(?:vllm|lmcache|nixl|mooncake)/))(\S+)$")
 _PACKAGED = re.compile(
     r"(?<![\w./])/(?:[\w.@+-]+/)*(?:site-packages/)?((?:vllm|lmcache|nixl|mooncake)/(?:\w+/)*\w+\.py)"
@@ -55,7 +55,7 @@ _PROMPT = re.compile(
 
 
 def brief(log: Diagnosis, findings: list[LogFinding]) -> str:
-    """Return a summary with the most important lines first. Cut off the end of a summary of more than LIMIT bytes."""
+    """Return a summary with the most important lines first. If the summary exceeds LIMIT bytes, cut off its end."""
     text = "\n".join(line[:_WIDTH] for line in _lines(log, findings))
     cut = text.encode()
     if len(cut) <= LIMIT:

@@ -87,7 +87,7 @@ def _short(text: str) -> str:
 
 
 def print_all(log: Diagnosis, findings: list[LogFinding], console: Console, everything: bool) -> None:
-    """Print up to SHOWN findings in full, and one line for each other rule. everything: print all findings in full."""
+    """Print the first finding of SHOWN rules in full, and a line for each further rule. everything: print all fully."""
     kinds = [[found] for found in findings] if everything else by_kind(findings)
     full = [kind for kind in kinds if everything or not (kind[0].follows or kind[0].is_note)]
     shown = full if everything else full[:SHOWN]
@@ -117,7 +117,7 @@ def _requests(others: list[LogFinding]) -> str:
 
 
 def page(log: Diagnosis, findings: list[LogFinding]) -> str:
-    """Return an HTML page: for each kind, the first finding in full, and a line about the other findings."""
+    """Return an HTML page with the first finding of each rule in full, and a line about the rule's other findings."""
     console = Console(record=True, file=io.StringIO(), highlight=False)
     for found, *others in by_kind(findings):
         print_finding(log, found, console, True, others)

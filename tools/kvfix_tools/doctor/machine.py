@@ -99,7 +99,7 @@ def connects(host: str, port: int) -> str:
 
 
 def redis_refuses(host: str, port: int) -> str:
-    """Return the error that Redis sends for PING. Return READONLY for a read-only replica, and "" without an error."""
+    """Return the error that Redis sends for PING. Return READONLY for a read-only replica, and "" otherwise."""
     try:
         with socket.create_connection((host, port), 1.0) as connection:
             connection.sendall(b"PING\r\n")

@@ -32,7 +32,7 @@ def content(handle: int) -> bytes:
 
 
 class SharedFolder:
-    """Files in a folder. folder: its open descriptor, which this object closes. Methods use only a path's file name."""
+    """Access the files of one folder. The object closes `folder`, a descriptor. Methods use only a path's file name."""
 
     def __init__(self, folder: int, user: int) -> None:
         self._here, self._user = folder, user

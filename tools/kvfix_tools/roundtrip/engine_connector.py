@@ -1,8 +1,8 @@
 """Define subclasses of LMCache's connectors that log the worker's loads to a file. backends/engine.py reads the file.
 
-`kv_connector_module_path` names this module, so each process of vLLM imports it. On the CPU, this module replaces CUDA
-by the stand-ins of the backend `lmcache-v2`. On the CPU, LMCache's GPU connector V2 can copy only whole blocks, because
-vLLM orders the data inside a block differently than V2 expects.
+`kv_connector_module_path` names this module, so all vLLM processes import this module. On the CPU, the module replaces
+CUDA by the stand-ins of the backend `lmcache-v2`. On the CPU, LMCache's GPU connector V2 can copy only whole blocks,
+because vLLM orders the data inside a block differently than V2 expects.
 """
 
 from types import SimpleNamespace

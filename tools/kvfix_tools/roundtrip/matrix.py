@@ -90,7 +90,7 @@ class Cell:
 
 
 def pairs(backend: str, axes: Axes, seed: int = 0) -> list[Cell]:
-    """Return cells that together have each pair of values of two axes. The search is greedy. The seed breaks ties."""
+    """Return cells that cover each pair of values of two different axes. The search is greedy. The seed breaks ties."""
     order, draw = list(axes), random.Random(seed)
     choices = [(axis, value) for axis in axes for value in axes[axis]]
     missing = {(one, other) for one, other in itertools.combinations(choices, 2) if one[0] != other[0]}

@@ -123,7 +123,7 @@ def _words(region: Region, numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _known(region: Region, numbers: torch.Tensor) -> torch.Tensor:
-    """Return True for each possible identity. With 32 layers and 8 heads, 1 of 2**17 random numbers passes too."""
+    """Return True for each possible identity. With 32 layers and 8 heads, 1 of 2**17 random numbers is possible."""
     who, sizes = Identity.of(numbers), region.geometry
     generation = (who.generation <= OTHER) | ((who.generation >= POISON) & (who.generation <= GUARD))
     return (

@@ -22,7 +22,7 @@ from kvfix_tools.roundtrip.region import Coordinates, Expected, Region
 
 @dataclass
 class DeferredStream:
-    """A queue of work in place of a CUDA stream. `Race.finish` runs the work of fast streams before slow streams."""
+    """A queue in place of a CUDA stream. `Race.finish` runs work of slow streams only if no fast stream can run."""
 
     slow: bool
     queue: deque[Work] = field(default_factory=deque)
@@ -47,7 +47,7 @@ class DeferredStream:
 
 
 class Race(CellCheck):
-    """Check one cell (a test case). Other work runs at the same time as the cell's transfer by the backend `torch`."""
+    """Check one cell (a test case). Other work runs while the backend `torch` stores and loads the cell's KV."""
 
     def __init__(self, cell: Cell, device: torch.device, events: bool, result: Result | None) -> None:
         super().__init__(cell, device, result)

@@ -30,7 +30,7 @@ def fix(impl: Any, scheduler_output: Any) -> Steps:
         for name in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
             request, tracker = impl._unfinished_requests[name], impl._request_trackers[name]
             computed = request.num_computed_tokens
-            # Up to LMCache 0.3.10.post2, the hook keeps the tracker's tokens. Later releases replace them.
+            # Up to LMCache 0.3.10.post2, the hook keeps the tracker's tokens. Later hooks replace the tokens.
             tracker.token_ids = list(request.all_token_ids[: computed + scheduler_output.num_scheduled_tokens[name]])
             spec = impl.load_specs.get(name)
             if spec is None:

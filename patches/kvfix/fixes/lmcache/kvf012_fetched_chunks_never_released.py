@@ -6,7 +6,7 @@ found in local cpu backend. Local cpu memory is under pressure.`
 Cause: A lookup with a hit fetches and pins the chunks. If vLLM's own prefix cache has at least as many tokens as the
 hit, LMCache loads nothing. Only a load or the clean-up of an aborted lookup releases the chunks. Neither the load nor
 the clean-up removes the pins (0.3.15 cache_engine.py:1291). From 0.3.10.post1 on, the clean-up treats a (key, chunk)
-pair as a chunk. Each release fails (`Error releasing memory object: 'tuple' object has no attribute 'ref_count_down'`).
+pair as a chunk, and fails (`Error releasing memory object: 'tuple' object has no attribute 'ref_count_down'`).
 
 Fix: At the end of a step LMCache calls `lookup_unpin` for each request of the step. With the fix, `lookup_unpin` and
 the clean-up unpin and release all chunks that were not loaded. A load also unpins the fetched chunks.

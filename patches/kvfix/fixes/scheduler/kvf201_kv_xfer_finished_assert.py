@@ -12,7 +12,7 @@ If the stores' report comes first, vLLM frees the blocks too early. The load the
 
 Fix: For a request that was aborted during its load, vLLM gets only the report of the load. The fix also drops reports
 about unknown requests. If a request has not ended, vLLM gets only reports of a load that this request waits for.
-- Releases: vLLM 0.11.2 to 0.33.0, with connectors that store asynchronously. Releases before 0.26.0 were read, not run.
+- Releases: vLLM 0.11.2 to 0.33.0, with connectors that store asynchronously. Not tested before 0.26.0.
 - Upstream: https://github.com/vllm-project/vllm/issues/43226, https://github.com/vllm-project/vllm/pull/56089 (open).
 - Remove when: vLLM counts the reports of a finished request.
 """
@@ -68,7 +68,7 @@ FIX = Fix(
     SCHEDULER._free_request(broken=">=0.11.2", probe=shows_bug, fix=_free_request),
     SCHEDULER._update_from_kv_xfer_finished(broken=">=0.11.2", probe=shows_bug, fix=_update_from_kv_xfer_finished),
     effect="crash",
-    # If a report is missing, its request waits for ever. So after an error of the fix, vLLM gets all reports.
+    # If vLLM misses a report, a request waits for ever. So after an error in the fix, vLLM gets all reports.
     on_fault="original",
     evidence={"KVD109": "", "KVD303": "", "KVR011": "^update_from_output: AssertionError"},
     scenarios=("kv-xfer-finished-assert", "kv-xfer-finished-assert-in-tree"),

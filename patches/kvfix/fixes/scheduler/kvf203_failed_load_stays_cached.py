@@ -35,7 +35,7 @@ def evict_failed(scheduler: Any, answer: Any, requests: Any, invalid_block_ids: 
 
 
 def _is_a_request_gone(running: Any, scheduled: Any = (), *_: Any) -> bool:
-    """Return True if a scheduled request no longer runs. Return False up to vLLM 0.15, which passes no `scheduled`."""
+    """Return True if a scheduled request no longer runs. Without `scheduled` (vLLM up to 0.15), return False."""
     return isinstance(scheduled, dict) and not scheduled.keys() <= {request.request_id for request in running}
 
 

@@ -12,11 +12,11 @@ vLLM admits a new load if the load fits into the blocks that are free and not re
 0.32.0:1249). A loaded request holds its blocks until it runs. Each loaded request may then need more blocks than are
 free, while other loaded requests hold the missing blocks.
 
-Fix: The fix calls the function without the limit. Then the fix limits the answer to `max_admission_blocks_per_request`
-minus the number of the request's blocks in use. The fix wraps only the two managers that recycle blocks. With 256
-requests, a wrapper in their base class would take a twelfth of the scheduler's time.
+Fix: The fix calls `get_num_blocks_to_allocate` without the limit. The fix then returns at most the limit minus the
+number of blocks that the request uses. The fix wraps only the two managers that recycle blocks. If 256 requests ran, a
+wrapper in the base class of the managers would take a twelfth of the scheduler's time.
 - Releases: vLLM 0.20.2 to 0.33.0. Before 0.26, vLLM uses the limit only to check that a whole request fits.
-- Upstream: None known. For the reason of the limit, see https://github.com/vllm-project/vllm/issues/39734.
+- Upstream: None known. For the reason why vLLM has the limit, see https://github.com/vllm-project/vllm/issues/39734.
 - Remove when: `get_num_blocks_to_allocate` subtracts no null blocks from the limit.
 """
 
@@ -56,7 +56,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
         @functools.wraps(function)
         def wrapper(manager: Any, *args: Any, **more: Any) -> int:
-            # vLLM calls the function for each request and KV group in each step, but only an admission has a limit.
+            # vLLM calls the function for each request and KV group in each step. Only an admission has a limit.
             call = limited if more.get("apply_admission_cap", True) else function
             return call(manager, *args, **more)
 
@@ -72,7 +72,7 @@ def _place(function: Callable[..., Any]) -> int:
 
 
 def _in_use(manager: Any, request: str, hit: Any, computed: int) -> int:
-    """Count the request's blocks after the last null block. If no block is null, add the hit's used window blocks."""
+    """Count the request's blocks after the last null block. If no block is null, add the hit's blocks in use."""
     held, skipped = 0, manager.get_num_skipped_tokens(computed) // manager.block_size
     for block in reversed(manager.req_to_blocks.get(request, ())):
         if block.is_null:

@@ -30,7 +30,7 @@ class Copies:
 
     def __init__(self, rank: int, slots: Slots, options: Options) -> None:
         self.rank = rank
-        #: The next load of each key of `failing` fails, and the next store of each request in `failing_stores` fails.
+        #: The next load of each request in `failing` fails. The next store of each request in `failing_stores` fails.
         self.failing: dict[str, int] = {}
         self.failing_stores: set[str] = set()
         self._delay = 2 * options.delay + (options.rank_delay if rank else 0)

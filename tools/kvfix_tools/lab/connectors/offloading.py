@@ -20,7 +20,7 @@ from kvfix_tools.lab.engine.workers import Worker
 from kvfix_tools.lab.options import Options
 from kvfix_tools.roundtrip.backends.vllm_offload import offload
 
-#: The request id of another client. `evict` reserves chunks for this client, so that the manager evicts old chunks.
+#: The id of an invented request. `evict` reserves chunks for this request, so that the manager evicts old chunks.
 _OTHERS = "others"
 
 
@@ -179,7 +179,7 @@ class Offloading(BothRoles):
         self._taken.update(blocks)
 
     def evict(self, chunks: int, forced: bool) -> int:
-        """Evict chunks: reserve `chunks` chunks for a store that then fails. forced: delete files of a tier instead."""
+        """Evict chunks, by reserving `chunks` chunks for a store that fails. forced: delete files of a tier instead."""
         if forced:
             return self.tiers.delete_files(chunks)
         memory, context = self.memory, ReqContext(req_id=_OTHERS)

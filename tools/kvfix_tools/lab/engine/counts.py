@@ -42,9 +42,9 @@ FEATURES: dict[str, Callable[[Options], Any]] = {
 #: - null_objects_left_out: objects that the server did not store because all their blocks are null
 #: - last_blocks_dropped: hits of vLLM's prefix cache whose last block vLLM drops because of EAGLE
 #: - not_to_store: requests that must not be stored
-#: - passed_over: hits of LMCache that a MultiConnector does not use, because it uses another connector's hit
+#: - passed_over: hits of LMCache that a MultiConnector does not use, because the hit of another connector is used
 #: - came_first_by_priority: requests admitted before a request that arrived earlier
-#: - aborted_storing: always 0 with the in-process connector, whose stores end within their step
+#: - aborted_storing: requests aborted during a store. The in-process connector ends each store in one step, so always 0
 COUNTED = (
     "preemptions", "loaded_tokens", "stored_tokens", "finished", "full_steps", "aborted", "aborted_waiting",
     "aborted_running", "aborted_preempted", "aborted_looking", "aborted_loading", "aborted_storing", "ids_used_again",

@@ -73,7 +73,7 @@ def stored_objects(options: Options, windows: Sequence[int] = ()) -> list[Stored
 
     By default one object holds all KV groups. With `lmcache server --separate-object-groups`, KV groups whose windows
     have the same number of chunks share one object.
-    windows: number of tokens of each window that LMCache keeps. Default: the whole window.
+    windows: for each window, how many of its tokens LMCache keeps. Default: the whole window.
     """
     groups = kv_groups(options)
     chunk, kept = options.chunk_size, (0, *(windows or [group.kept for group in groups[1:]]))
@@ -119,7 +119,7 @@ def kv_cache(options: Options, config: VllmConfig) -> specs.KVCacheConfig:
 
 
 def kv_caches(options: Options, memory: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return {first layer of each KV group: this memory}. The first index of the memory is the block number."""
+    """Return {name of the first layer of each KV group: `memory`}. The first index of `memory` is the block number."""
     return {LAYER.format(group.number): memory for group in kv_groups(options)}
 
 

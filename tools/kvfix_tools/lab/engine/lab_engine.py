@@ -174,7 +174,7 @@ class LabEngine:
         self._failed.popleft()
 
     def _check_liveness(self, forward: bool) -> None:
-        """Report LAB009 if no request can move. The blocks in `_held` and steps without output count as in flight."""
+        """Report LAB009 if no request can progress. Blocks in `_held` and steps without output count as in flight."""
         paused = bool(getattr(self.scheduler, "pause_state", 0))  # vLLM 0.15 cannot pause
         idle = paused or not self.scheduler.has_unfinished_requests()
         if forward or idle or self.connector.busy():
@@ -201,7 +201,7 @@ class LabEngine:
             raise EngineDied(str(error)) from error
 
     def abort(self, name: str) -> None:
-        """Abort this request, as when its client disconnects."""
+        """Abort this request, as vLLM does if the client disconnects."""
         request = self.requests[name]
         doing = {_STATE[request.status], *self.connector.in_flight(name)} if request.status in _STATE else set()
         self._guard("finish_requests", name, self.scheduler.finish_requests, name, RequestStatus.FINISHED_ABORTED)
@@ -319,7 +319,7 @@ class LabEngine:
         self.connector.other.has.add(name)
 
     def evict(self, chunks: int, forced: bool = False, rank: int = 0) -> None:
-        """Evict the oldest chunks. forced: pinned chunks too, as after pin timeouts. rank: whose cache (v1 only)."""
+        """Evict the oldest chunks. forced: pinned chunks too, as after pin timeouts. rank: rank of the cache (v1)."""
         evicted = self.connector.evict(self.caches[rank], chunks, forced)
         self.counts["evicted_pinned" if forced else "evicted"] += evicted
         if evicted and forced:
@@ -390,7 +390,7 @@ class LabEngine:
             self.request_events.violated(rules.NOT_FOUND, name, "is in the cache and was not found there")
 
     def expect_unharmed(self, name: str) -> None:
-        """Check that this request did not end with an error after loads of other requests have failed."""
+        """Check that this request did not end with an error because loads of other requests failed."""
         status = self.requests[name].status
         if status == RequestStatus.FINISHED_ERROR:
             self.request_events.violated(rules.HARMED_BY_OTHERS, name, f"ended as {status.name}")

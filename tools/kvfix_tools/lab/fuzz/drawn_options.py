@@ -177,7 +177,7 @@ def _memory_of_vllm(options: Options, rng: Random, plain: bool) -> dict[str, Any
 
 
 def _windows(options: Options, dice: Dice) -> dict[str, Any]:
-    """In a third of the schedules, draw one or two KV groups with sliding windows, and add blocks for them."""
+    """In a third of the schedules, draw one or two KV groups with sliding windows. Add blocks for these groups."""
     rng, chunk = dice.own("windows"), options.chunk_size
     if "windows" in dice.lacks or rng.random() < 0.67:
         return {}

@@ -116,7 +116,7 @@ def _step(rng: Random, kind: str, number: int, options: Options, room: int, plai
     engine = rng.choice(_ENGINES)
     if kind in ("ask", "ask_at_once", "ask_decode"):
         tokens = drawn_options.drawn_length(rng, room, block)
-        # with windows, prefill must generate one token. KVF353 ensures this, but not for prompts of one token
+        # with windows, prefill must generate only one token. KVF353 ensures the limit, except for prompts of one token
         more = 1 if options.windows and tokens == 1 else 20
         generated = (rng.choice((1, 1, 1, more)),) if kind != "ask_decode" and not plain else ()
         return (kind, f"r{number}", rng.randrange(3), tokens, rng.choice((1, 2, 5, 20, 30)), *generated)

@@ -54,7 +54,7 @@ SCENARIOS = {
         # The client counts answers per request id: a late answer to the second lookup counts for the third lookup.
         [do.stored_elsewhere(prompt(256)), do.lookups_fail(1), do.admit("r", prompt(300), max_tokens=5)],
         [TIMED_OUT, do.preempt("r"), do.reset_prefix_cache()],
-        do.step(),  # match(0): the lookup is sent, and answered by both ranks
+        do.step(),  # match(0): LMCache sends the lookup, and both ranks answer
         do.slow_lookups(3),  # the second rank answers later
         doc="One of two ranks answers a lookup late, the request is preempted, and a worker dies when it loads.",
         shows="KVR011 is not done or not found",
@@ -66,7 +66,7 @@ SCENARIOS = {
         [do.stored_elsewhere(prompt(256)), do.slow_lookups(3), do.admit("r", prompt(300))],
         [TIMED_OUT, do.slow_lookups(0)],
         do.serve("next 1", prompt(300, seed=1)),  # the late answer arrives
-        do.admit("next 2", prompt(300, seed=2)),  # with KVF011, this lookup or an earlier one removes the late answer
+        do.admit("next 2", prompt(300, seed=2)),  # with KVF011, one of the last two lookups removes the late answer
         doc="A lookup times out and the request ends without it: LMCache keeps the late answer and the fetched chunks.",
         shows="KVR009 fetched chunks of the worker",
         not_in_hooks=WORKER,

@@ -32,7 +32,7 @@ def _window_freed(max_tokens: int, doc: str) -> Scenario:
 
 
 def _null_state(tokens: int, options: dict[str, Any], **more: Any) -> Scenario:
-    """Return a scenario of a stored chunk whose Mamba state is missing. A prompt of `tokens` tokens hits the chunk."""
+    """Return a scenario in which a stored chunk lacks its Mamba state. A prompt of `tokens` tokens hits the chunk."""
     return states(
         [do.store("first", prompt(110)), do.admit("short", prompt(tokens))],
         shows="LAB001 in KV group 1",
@@ -98,7 +98,7 @@ SCENARIOS: dict[str, Any] = {
         options={"delay": 4},
     ),
     "mp-failed-load-stores-ahead": mp_scenarios(
-        # vLLM has cached 64 tokens. The server has 128. The load fails, and vLLM continues at token 64. LMCache still
+        # vLLM caches 64 tokens, the server 128 tokens. The load fails, and vLLM continues at token 64. LMCache still
         # counts the 128 tokens of the hit, so LMCache stores tokens 128 to 192 when only 144 tokens are computed.
         [do.serve("short", prompt(70)), do.stored_elsewhere(prompt(128))],
         [do.admit("r", prompt(300), max_tokens=2), do.step(2), do.lose_loads()],  # the load was in flight
@@ -124,7 +124,7 @@ SCENARIOS: dict[str, Any] = {
     ),
     "mp-lookup-double-count": mp_scenarios(
         [do.stored_elsewhere(prompt(128)), do.keep_blocks(4), do.admit("r", prompt(800), max_tokens=2)],
-        do.step(4),  # one step sends the lookup. Three steps ask again, because too few blocks are free
+        do.step(4),  # the first step sends the lookup. Three steps repeat the lookup, because too few blocks are free
         do.free_blocks(),
         shows="KVR007",
         doc="Each poll of a waiting request adds its hit to the stored tokens. LMCache never stores the next tokens.",
@@ -264,7 +264,7 @@ SCENARIOS: dict[str, Any] = {
             num_blocks=24, chunk_size=16, max_num_batched_tokens=16, states=True, separate_object_groups=True, delay=20
         ),
     ),
-    # Each step fills three blocks. The server stores all three for their attention KV. Only the third has a state.
+    # Each step fills three blocks. The server stores all three blocks, but only the third block has a state.
     "mp-state-kept-null": _null_state(40, {"chunk_size": 16}),
     # A chunk has two blocks. vLLM keeps a state at the end of each step, here after 48 and 96 tokens, in the third and
     # the sixth block. The second chunk has the third block and the fourth block. The fourth block is null.
@@ -295,7 +295,7 @@ SCENARIOS: dict[str, Any] = {
         options=MP(num_blocks=40, windows=(16,), max_num_batched_tokens=64),
     ),
     "mp-window-stored-late": scenario(
-        # vLLM has cached 64 tokens. The server has 128. After a failed load, LMCache stores each chunk 64 tokens late.
+        # vLLM caches 64 tokens, the server 128 tokens. After a failed load, LMCache stores each chunk 64 tokens late.
         [do.serve("short", prompt(65)), do.stored_elsewhere(prompt(128))],
         [do.admit("r", prompt(400), max_tokens=2), do.step(2), do.lose_loads()],  # the load was in flight
         doc="After a failed load LMCache stores each chunk too late: other requests have the window's blocks by then.",

@@ -27,7 +27,7 @@ def _failed_load(shows: str, *then: Step, doc: str = "", **options: Any) -> Scen
 SCENARIOS = {
     "failed-load-is-offloaded": _failed_load("LAB001 OffloadingConnector stores wrong KV"),
     "load-after-reset-asserts": beside_0_32(
-        # The request is preempted between two steps, as by reset_prefix_cache.
+        # Preempt the request between two steps, as reset_prefix_cache does.
         [do.admit("r", prompt(300), max_tokens=30), do.step(10)],  # its prompt is stored
         [do.preempt("r"), do.keep_blocks(10)],  # vLLM's prefix cache loses the end of the prompt
         do.free_blocks(),
