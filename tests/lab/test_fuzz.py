@@ -54,10 +54,10 @@ NEVER = {
         *without("states", "states_and_drafts", "separate_objects"),
     },
 }  # fmt: skip
-#: Connectors whose counters must match NEVER. The counted schedules of OffloadingConnector run with fixes.
-#: Without fixes, a failed copy ends the worker.
+#: Connectors whose counters must match NEVER. Only OffloadingConnector is counted with fixes, because
+#: without fixes, a failed copy ends the worker.
 CONNECTORS = ["v1", "mp", "offloading"]
-#: Counters that may stay 0. With OffloadingConnector, only a few seeds have a session that locks out other requests.
+#: Counters that may stay 0. With OffloadingConnector, a session rarely makes other requests wait for ever.
 RARE = {"locked_out_by_session", "aborted_loading"}
 
 
@@ -136,7 +136,7 @@ def test_each_drawn_feature_happens(connector: str, outcomes: dict[str, Any]) ->
 
 
 def test_an_engine_is_released_when_its_run_is_over(outcomes: dict[str, Any]) -> None:
-    """The runs with v1 alone make more than 200 engines. LMCache's metrics may keep only the last few engines alive."""
+    """The runs with v1 alone make more than 200 engines. LMCache's metrics keep at most the last few engines alive."""
     assert outcomes["engines"] < 10
 
 
@@ -170,7 +170,7 @@ FUZZED: list[tuple[str, str, Sequence[int], str, tuple[str, ...]]] = [
 
 
 def fuzzed(connector: str, plain: bool, mode: str, seeds: list[int], only: str) -> list[Any]:
-    """Return [violations, counts] of each schedule of the seeds, and of repeated seeds. only: required option or ""."""
+    """Return [violations, counts] of each schedule: a list for all seeds, and a list for the first seeds again."""
 
     def played(seeds: list[int]) -> list[Any]:
         done = map(late.play, (each for each in run.schedules(seeds) if not only or getattr(each.options, only)))

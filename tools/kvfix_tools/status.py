@@ -41,8 +41,8 @@ _CONNECTOR = "Show only the bugs of these connectors. Default: $KVFIX_CONNECTOR.
 _OF_TRANSFER = "Show only the bugs of the connectors in this JSON. vLLM has the same option."
 _EFFECT = "Show rows of one effect: wrong-output, crash, hang, leak or lost-hits."
 _PROBE = "Import vLLM and LMCache, and test for each bug whose presence is unknown."
-_RELEASED = """Download the newest LMCache and vLLM with pip. List each fix that patches a function which has
-changed since the newest release that kvfix knows. Exit 1: a fix is listed."""
+_RELEASED = """Download the newest LMCache and vLLM with pip. Compare their code with the last release that kvfix
+knows. Exit 1, and list the fixes, if functions that fixes patch are different or missing."""
 
 
 class Selected(NamedTuple):

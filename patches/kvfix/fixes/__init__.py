@@ -7,8 +7,8 @@ connectors. The other components belong to vLLM. The bugs in the folder `unfixab
 
 #: {code of a removed fix, rule or finding: why it was removed, and what to read instead}. Removed codes stay unused.
 RETIRED = {
-    "KVF368": "the fix needed both engines and put data into a request id of MooncakeConnector's messages. KVF906 "
-    "describes the bug and what to set"
+    "KVF368": "the fix worked only if both engines had it. It put data into a request id of MooncakeConnector's "
+    "messages. KVF906 describes the bug and what to set"
 }
 
 

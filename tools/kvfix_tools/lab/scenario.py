@@ -41,8 +41,9 @@ class Scenario:
     - needs: {distribution: specifier of the releases that can play the schedule}. {} stands for all supported releases.
     - wrong: {distribution: specifier of the releases with the bug}. {} stands for the releases of `needs`. On a
       release without the bug, the schedule must have no finding.
-    - not_in_hooks: why kvfix, which sees only hooks, does not report the bug in a real engine, or "" if kvfix does. For
-      rules LAB... without `hooks_rule`, the default is CONTENT (_CONTENT_RULES) or REQUEST. For other rules it is "".
+    - not_in_hooks: why kvfix, which sees only hooks, does not report the bug in a real engine, or "" if kvfix does. If
+      `hooks_rule` is empty, the default for rules LAB... is CONTENT (rules in _CONTENT_RULES) or REQUEST. For other
+      rules it is "".
     - hooks_rule: the rule that kvfix reports from the hooks, if kvfix reports another rule than `rule`
     - hooks_releases: the LMCache releases in which kvfix reports the bug. () stands for all releases.
     """

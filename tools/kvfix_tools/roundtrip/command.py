@@ -41,12 +41,12 @@ def parser() -> argparse.ArgumentParser:
         epilog="Exit codes: 0 every byte is right, 1 a byte is wrong or a case crashed, 2 usage error, 77 no test ran.",
     )
     add = options.add_argument
-    backend = "test these copy routines (see --list). Default: all but engine-* (for --race or --inject: torch)"
+    backend = "test these copy routines (see --list). Default: all but engine-*. Default with --race or --inject: torch"
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="use this device; auto: CUDA if present")
     add("--backend", nargs="+", metavar="NAME", help=backend)
     for name, values in AXES.items():
         free = name in ("tokens", "block", "chunk", "heads")
-        skip = "tokens to skip at the start of a load. part: half a block + 1 token. chunk: half a block + 1 chunk"
+        skip = "tokens to skip at the start of a load. part: 1 token and half a block. chunk: a chunk and half a block"
         shown = f"{skip if name == 'skip' else 'test only these values'}; default: {', '.join(values)}"
         add(f"--{name}", nargs="+", metavar="VALUE", choices=None if free else values, help=shown)
     add("--layers", type=int, default=3, help="number of layers of the KV cache (default: 3)")

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 #: Maximum share of runs with right KV that get the verdict "different". `Judge.first_test` may cause one half of this
-#: share, and the test of fresh prompts (`Judge.needed`) the other half.
+#: share, and the second test, with new prompts of the same kind (`Judge.needed`), the other half.
 FALSE_ALARMS = 1e-4
 MARGIN = 2.0
 TOO_NOISY = 2.0  # in nats. If the limit (MARGIN times the noise) is above this value, the run proves nothing
-FAR = 20.0  # a difference above this multiple of the largest control is not noise, even if fresh prompts differ less
+FAR = 20.0  # a difference above this multiple of the largest control is no noise, whatever the second test shows
 SPARE = 2  # number of fresh prompts (`Judge.needed`) that need not differ
 SMALLEST = -9999.0  # vLLM's smallest log probability. kvfix also uses this value for NaN
 
@@ -89,7 +89,7 @@ class Judge(NamedTuple):
         return above > 0 and chance < FALSE_ALARMS / 2
 
     def needed(self, compared: int) -> int:
-        """Return N. A difference counts if N of N + SPARE fresh prompts differ. compared: number of comparisons."""
+        """Return N. A difference counts if N of N + SPARE new prompts show it too. compared: number of comparisons."""
         needed = 1
         while compared * _second(needed, len(self.controls)) > FALSE_ALARMS / 2:
             needed += 1

@@ -1,7 +1,8 @@
 """Make the page "Is my pair safe?" (theme/pair.js) from the fingerprints and docs/matrix.json (`make matrix`).
 
 A pair is a vLLM release and an LMCache release. For some pairs, mostly pairs of old releases, the lab has no result
-about a bug. For these pairs, the page shows the fingerprints' result, because a missing result would look like no bug.
+about a bug. For these pairs, the page shows what the hashes of the functions (fingerprints) say, because a missing
+result would look like no bug.
 """
 
 import json

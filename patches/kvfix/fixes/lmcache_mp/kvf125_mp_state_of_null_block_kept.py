@@ -10,7 +10,7 @@ if all blocks of all its KV groups are null (`all_null_chunk_masks`, modules/lmc
 default one object has all KV groups. Blocks of full attention are never null, so the server stores the object.
 
 Fix: With the fix, the server also leaves out an object if the chunk's last block is null in any KV group of the object.
-For a state, the server stores only the last block. A hit whose window reaches into the chunk also needs the last block.
+For a state, the server stores only the last block. A sliding window in the chunk also needs the last block.
 
 Start the server with the fix: `kvfix run -- lmcache server ...`. The engines do not need the fix. Delete the files of
 the server's L2 adapters first, because chunks that were stored wrong stay wrong. With `--separate-object-groups` hits

@@ -33,7 +33,7 @@ def _prefill_backoff(scheduler: Any, tokens: int) -> int:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Ask how many tokens prefill leaves to decode, for a model with a window. With the bug, the result is 0."""
+    """Ask how many prompt tokens decode must compute if the model has a window. With the bug, the result is 0."""
     vllm_config = stubs.Stub(num_prefill_lookahead_tokens=0)
     scheduler = stubs.Stub(_has_mamba=False, _bounded_replay=False, blocks_per_sw=[0, 2], vllm_config=vllm_config)
     return bool(hook(scheduler) == 0)

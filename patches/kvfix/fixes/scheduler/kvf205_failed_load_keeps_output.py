@@ -100,7 +100,7 @@ def compute(impl: Any, request: Any, num_computed_tokens: int) -> Any:
 
 # Up to 0.26, vLLM can drop outputs in flight only for all running requests together (`reset_prefix_cache`).
 
-#: Name of a scheduler's attribute, {request id: its first step with valid output, or None before this step}.
+#: Name of a scheduler's attribute. It maps a request id to the first step with valid output (None: not known yet).
 _VALID_FROM = "_kvfix_valid_from"
 #: Name of a scheduler's attribute, the step whose output vLLM handles. Only `fix_output` sets the attribute.
 _CURRENT = "_kvfix_current_step"

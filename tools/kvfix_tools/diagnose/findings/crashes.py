@@ -11,7 +11,7 @@ _ABORTS = ("self._process_aborts_queue()", "self.abort_requests(", "self._connec
 
 
 def _asserts(line: LogLine, source: str, function: str = "") -> bool:
-    """Return True for an AssertionError without text at code with `source`, at most two calls below `function`."""
+    """Return True for an AssertionError without text at `source`, in `function` or at most two calls below it."""
     fields = line.fields
     if fields["type"] != "AssertionError" or fields["text"]:
         return False

@@ -140,7 +140,7 @@ class Agent:
         return "PROC"
 
     def begin(self, handle: int, transfer: Transfer) -> None:
-        """Begin a transfer. Raise AgentError if the peer has ended. A failed read may change its target (1.5.1)."""
+        """Begin a transfer. Raise AgentError if the peer has ended. A failed read leaves garbage, as in nixl 1.5.1."""
         if not self._reaches(transfer.peer):
             spoil(transfer.pairs if transfer.reads else ())
             raise AgentError(GONE)

@@ -55,7 +55,7 @@ class BothRoles:
         """Read the loads from the metadata of a step. The lab does not call this method in a MultiConnector."""
 
     def others_take(self, blocks: Collection[int]) -> None:
-        """Give GPU blocks to other requests. The connector must first end its copies of the blocks."""
+        """Give GPU blocks to other requests. The connector must first finish all copies from or to these blocks."""
 
     def never_given_back(self) -> None: ...
 
@@ -179,7 +179,7 @@ class Offloading(BothRoles):
         self._taken.update(blocks)
 
     def evict(self, chunks: int, forced: bool) -> int:
-        """Evict chunks, by reserving `chunks` chunks for a store that fails. forced: delete files of a tier instead."""
+        """Reserve space for `chunks` new chunks: this evicts old chunks. forced: delete files of a tier instead."""
         if forced:
             return self.tiers.delete_files(chunks)
         memory, context = self.memory, ReqContext(req_id=_OTHERS)
@@ -207,7 +207,7 @@ class Offloading(BothRoles):
 
 
 def note_stored(events: RequestEvents, name: str, ends: list[int], size: int) -> None:
-    """Record the stored chunks of a request, with one store for adjacent chunks. ends: sorted chunk ends in tokens."""
+    """Record the stored chunks of a request, adjacent chunks as one event. ends: sorted chunk ends in tokens."""
     tokens = events.model.requests[name].all_token_ids
     for _, numbered in groupby(enumerate(ends), lambda numbered: numbered[1] - numbered[0] * size):
         run = [end for _, end in numbered]
