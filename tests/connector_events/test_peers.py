@@ -176,8 +176,8 @@ def test_lines_of_the_routers_log_about_the_request(files: dict[str, Path], tmp_
     lines = files["decode"].read_text().splitlines()
     files["decode"].write_text("\n".join(line for line in lines if '"ReadsFrom"' not in line) + "\n")
     out = replayed.text(files.values(), router=router)
-    assert "4 requests have blocks kept for a peer, and no request on record reads them" in out
-    assert "the router's log names 1 of them" in out
+    assert "keeps blocks of 4 requests for a peer, but no recorded request reads the blocks" in out
+    assert "the router's log names 1 of these requests" in out
     replayed.text(files.values(), 2, router=tmp_path / "none")
 
 

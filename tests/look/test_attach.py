@@ -31,7 +31,7 @@ def test_a_fix_skips_the_requests_that_began_before_it(tmp_path: Path, capsys: p
         assert attach.attach(pid, "check", None, False, 60, json=True) == 0
         found = rows()
         assert found["KVF002"]["verdict"] == found["KVF024"]["verdict"] == "applied"
-        assert found["KVF024"]["reason"].endswith("; does not change 1 requests that began before")
+        assert found["KVF024"]["reason"].endswith("; does not change requests that began before the attach (1)")
         assert "before" not in found["KVF002"]["reason"]
         assert "KVF017" not in found  # KVF017 is opt-in, and this attach did not name KVF017
         flag.touch()

@@ -30,7 +30,7 @@ REMOTE = SimpleNamespace(start=64, end=192, skip_first_n_tokens=8)
         ({"warm": {"hits": 0}}, "warm: no token came from the external cache"),
         ({"warm": {"loaded": 512}}, "warm: 576 tokens were promised, but only 512 loaded"),
         ({"warm": {"failed": 2}}, "warm: the load of 2 blocks failed"),
-        ({"cold": {"hits": 64}}, "cold: 64 tokens came from the external cache, which was not empty"),
+        ({"cold": {"hits": 64}}, "cold: 64 tokens came from the external cache, which must be empty in this round"),
         *(
             ({name: {"tokens": [[3, 5], *each["tokens"][1:]]}}, f"{name}: 1 of {len(each['tokens'])} outputs differ")
             for name, each in PLAIN.items()

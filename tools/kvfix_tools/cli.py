@@ -61,14 +61,14 @@ app.command("mcp", rich_help_panel=COMMANDS["mcp"])(mcp_server.serve)
 _PID = "Process ID of the engine. kvfix includes all child processes of this process."
 Pid = Annotated[int, typer.Argument(metavar="PID", help=_PID)]
 Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")]
-Wait = Annotated[float, value("SECONDS", "Wait at most this long until the engine is between two steps.")]
+Wait = Annotated[float, value("SECONDS", "Wait at most this many seconds until the engine is between two steps.")]
 _AUDIT = """Only with --mode check or strict. vLLM recomputes this fraction (0 to 1) of the hits. kvfix compares the
 result with the cached KV."""
 _SYMPTOM = "Describe the symptom, or name a file with the description (-: stdin)."
 _LAUNCHED = "The command that you will launch: vllm serve ..., lmcache server ..."
 _SERVER = "Read the options and the release of the LMCache server from its HTTP port."
-_FAIL_ON = """certain: exit 1 if a finding is certain. crash, wrong, hang, leak, slow or risk (worst first): exit 1 if a
-finding has this effect or a worse one."""
+_FAIL_ON = """With certain, exit 1 if a finding is certain. With an effect (crash, wrong, hang, leak, slow or risk; the
+worst first), exit 1 if a finding has this effect or a worse effect."""
 _CORE = "Read a core file (needs kvfix[core]). Exit 1: at the time of the core file, a thread was in the connector."
 _ISSUE = "Write a bug report to post, with versions, settings, a summary of the log, and links to known issues."
 _DECODE = "Address of a decode instance. Give this address if the server is a router of prefill and decode instances."

@@ -35,7 +35,7 @@ class LeaseRead(NamedTuple):
     pushed: bool = False  # True: prefill wrote the KV to the reader (push). False: the reader fetched the KV (pull)
 
     def text(self) -> str:
-        return f"{self.reader} of the peer has loaded the kept blocks"
+        return f"the peer's request {self.reader} has loaded the kept blocks"
 
 
 class NotReturned(NamedTuple):
@@ -48,7 +48,7 @@ class NotReturned(NamedTuple):
 
     def text(self) -> str:
         done = "has loaded the kept blocks" if self.loaded else "has ended"
-        return f"{self.reader} of the peer {done}, but no release message has arrived"
+        return f"the peer's request {self.reader} {done}, but no release message has arrived"
 
 
 class WriteBegun(NamedTuple):
@@ -58,7 +58,7 @@ class WriteBegun(NamedTuple):
     reader: str
 
     def text(self) -> str:
-        return f"a write of the kept blocks to {self.reader} of the peer begins"
+        return f"a write of the kept blocks to the peer's request {self.reader} begins"
 
 
 class WriteEnded(NamedTuple):
@@ -111,7 +111,7 @@ def read_outlives_lease(history: History, event: LeaseRead) -> Outcome:
     if ended is None or ended.expired is False:
         return None
     if event.pushed:
-        return unknown(f"the record does not show whether the write to {event.reader} ended before the lease ended")
+        return unknown(f"the record does not show if the write to request {event.reader} ended before the lease ended")
     if ended.expired is None:
         return unknown(f"{event.reader} has loaded the kept blocks; the record does not show how their lease ended")
     return violated(f"{event.reader} has loaded the kept blocks after their lease had timed out", ended)
@@ -171,7 +171,7 @@ def lease_not_returned(history: History, event: NotReturned) -> Outcome:
     """
     done = "has loaded the kept blocks" if event.loaded else "has ended"
     how = "their lease has timed out" if event.expired else "the blocks are still kept"
-    return violated(f"{event.reader} {done} but did not release them: {how}", history.lease)
+    return violated(f"the peer's request {event.reader} {done}, but did not release the blocks: {how}", history.lease)
 
 
 @rule("KVR026", "read-of-freed-blocks", LeaseRead)

@@ -151,9 +151,9 @@ class Peers:
         unread -= {link.kept for link in self.links if link.keeps is engine}
         if unread:
             named = sum(bool(self.router.lines(each)) for each in unread) if self.router is not None else None
-            by_router = "" if named is None else f"; the router's log names {named} of them"
-            kept = f"{len(unread)} requests have blocks kept for a peer"
-            lines.append(f"  {kept}, and no request on record reads them{by_router}")
+            by_router = "" if named is None else f"; the router's log names {named} of these requests"
+            kept = f"this engine keeps blocks of {len(unread)} requests for a peer"
+            lines.append(f"  {kept}, but no recorded request reads the blocks{by_router}")
         for reads in {link.reads.name: link.reads for link in self.links if link.keeps is engine}.values():
             count = len({link.reader for link in self.links if link.keeps is engine and link.reads is reads})
             clock = self.clock(reads, engine)

@@ -38,7 +38,7 @@ _TYPE = {
 }
 _PID_OR_FIX = "PID: show the fixes that are applied in this running engine. KVF...: show only the rows of these fixes."
 _CONNECTOR = "Show only the bugs of these connectors. Default: $KVFIX_CONNECTOR."
-_OF_TRANSFER = "Show only the bugs of the connectors in this JSON. vLLM has the same option."
+_OF_TRANSFER = "Show only the bugs of the connectors in this value of vLLM's --kv-transfer-config."
 _EFFECT = "Show rows of one effect: wrong-output, crash, hang, leak or lost-hits."
 _PROBE = "Import vLLM and LMCache, and test for each bug whose presence is unknown."
 _RELEASED = """Download the newest LMCache and vLLM with pip. Compare their code with the last release that kvfix

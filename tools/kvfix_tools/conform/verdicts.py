@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _SHRINK, _SHRINK_ALL = 4.0, 30.0  # maximum seconds to shrink one schedule, and all schedules together
 OK, VIOLATED, NOT_APPLICABLE = "ok", "violated", "not applicable"
-NO_LOAD = "the connector had no hit and no load, so its loads were not tested"
+NO_LOAD = "the connector had no hit and no load, so kvfix tested no loads"
 
 
 class Rule(NamedTuple):

@@ -149,7 +149,7 @@ def _read(log: Diagnosis, sources: list[log_files.Source]) -> list[str]:
             return log_files.read(log, sources, lambda size: progress.advance(task, size))
         except KeyboardInterrupt:
             of = f" of {total / 1e6:.0f}" if total and not packed else ""
-            log.interrupted = f"interrupted after {log.bytes / 1e6:.0f}{of} MB, so the findings cover only this part"
+            log.interrupted = f"interrupted after {log.bytes / 1e6:.0f}{of} MB of input; findings cover only this part"
             return []
 
 

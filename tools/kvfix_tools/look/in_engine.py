@@ -102,7 +102,7 @@ def state() -> dict[str, Any]:
             if why and row.verdict == "applicable":
                 reason = why
             elif fix.attaches == NEW_REQUESTS and row.verdict == "applied" and left:
-                reason += f"; does not change {len(left)} requests that began before"
+                reason += f"; does not change requests that began before the attach ({len(left)})"
             rows.append(row._replace(reason=reason))
     return {
         "state": "there",

@@ -137,7 +137,7 @@ def waits_for(engine: Engine, row: dict[str, Any]) -> str:
     queue, name = row["queue"], row["id"]
     if queue == "ended":
         ranks = engine.ranks_with(name, "stores", *liveness.KINDS)
-        return f"{ranks_text(ranks)}: the transfer of this request's blocks" if ranks else "no worker has its transfer"
+        return f"{ranks_text(ranks)}: the transfer of its blocks" if ranks else "a transfer that no worker has"
     if queue not in QUEUES:
         return "the workers: its next tokens"
     kind = next(kind for each, kind in liveness.waits(engine) if each["id"] == name)
@@ -147,7 +147,7 @@ def waits_for(engine: Engine, row: dict[str, Any]) -> str:
         ranks = engine.ranks_with(name, *liveness.KINDS)
         if not ranks and not engine.sees_transfers:
             return "the connector: its load"
-        return f"{ranks_text(ranks)}: its load" if ranks else "no worker has its load"
+        return f"{ranks_text(ranks)}: its load" if ranks else "a load that no worker has"
     if kind == LOOKUP:
         return "the connector: its lookup"
     if row["report"] == "failed":

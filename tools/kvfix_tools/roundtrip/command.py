@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     add("--race", nargs="*", metavar="NAME", help=f"test only races; without a NAME: {', '.join(races.RACES)}")
     add("--gib", type=float, help="copy this many GiB to measure the speed, 0 for none (default: 4 on CUDA, else 1/32)")
     add("--seed", type=int, default=0, help="draw slots and values with this seed (default: 0)")
-    add("--inject", choices=tuple(FAULTS), help="plant this fault; exit 1 shows that the test found it")
+    add("--inject", choices=tuple(FAULTS), help="plant this fault to test kvfix roundtrip; exit 1: kvfix found it")
     add("--no-fixes", action="store_true", help="test LMCache and vLLM as released, without the fixes of kvfix")
     add("--json", action="store_true", help="print JSON")
     add("--list", action="store_true", help="list the backends, and the packages or devices that they lack here")

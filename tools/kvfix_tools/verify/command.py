@@ -112,8 +112,8 @@ def _dry_run(options: Options, maker: Maker, sizes: Sizes, rounds: Rounds) -> in
     count = sum(kinds.values())
     print(f"{count} prompts of up to {sizes.longest} tokens, {TOKENS} answered tokens each:")
     print("\n".join(f"  {number:3} {kind}" for kind, number in kinds.items()))
-    print(f"Requests: about {2 * SURVEY} to find the chunk size, {count} that compute KV, {2 * count} controls")
-    print(f"  without the connector; with KV from the connector: {count} alone and {count + count // 4} under load.")
+    print(f"Requests: about {2 * SURVEY} to find the chunk size, {count} to compute KV, {2 * count} controls")
+    print(f"  without the connector. With KV from the connector: {count} alone, and {count + count // 4} under load.")
     print(f"Without POST /reset_prefix_cache, kvfix sends {rounds.fillers} prompts 3 times to empty the GPU cache.")
     print(f"The run ends after at most {options.seconds:g} s. This dry run has sent no prompt to the model.")
     return report.SAME

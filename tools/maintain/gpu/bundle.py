@@ -81,7 +81,7 @@ def split(wheel: Path, folder: Path, left_out: dict[str, str], apart: dict[str, 
     with zipfile.ZipFile(wheel) as whole:
         files = [file for file in whole.namelist() if not file.endswith("/")]
         if unknown := [pattern for pattern in (*left_out, *apart) if not any(fnmatch(file, pattern) for file in files)]:
-            raise ValueError(f"{wheel.name} has no file {unknown[0]}")
+            raise ValueError(f"{wheel.name} has no file that matches {unknown[0]}")
         parts: dict[str, dict[str, bytes]] = {name: {}}
         for file in files:
             if not any(fnmatch(file, pattern) for pattern in left_out):

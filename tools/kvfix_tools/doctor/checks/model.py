@@ -50,7 +50,7 @@ def hybrid(setup: Setup) -> Iterator[Line]:
         keeps = f"with {lmcache.name} vLLM keeps all of their KV, which takes more memory"
         yield ok(f"{kind} has sliding-window layers: {keeps}")
     else:
-        yield ok(f"{kind}: {lmcache.name} supports its KV groups")
+        yield ok(f"{lmcache.name} supports the KV groups of {kind}")
 
 
 def has_windows(setup: Setup) -> bool:

@@ -76,7 +76,7 @@ def judge(plain: dict[str, Any], ran: dict[str, Any]) -> str | None:
     if warm["failed"]:
         return f"warm: the load of {warm['failed']} blocks failed, so vLLM computed them"
     if ran["cold"]["hits"]:
-        return f"cold: {ran['cold']['hits']} tokens came from the external cache, which was not empty"
+        return f"cold: {ran['cold']['hits']} tokens came from the external cache, which must be empty in this round"
     return f"kvfix reports a violation: {ran['violations'][0]}" if ran["violations"] else None
 
 
