@@ -41,7 +41,7 @@ class Config:
         if mode not in MODES:
             raise ValueError(f"unknown mode {mode!r}; known: {', '.join(MODES)}")
         if layers and mode == "fix":
-            raise ValueError(f"mode fix does not record hooks, so layers needs mode {', '.join(MODES[1:])}")
+            raise ValueError(f"mode fix does not record hooks, so layers needs mode {' or '.join(MODES[1:])}")
         self.audit = _fraction(audit)
         if self.audit and mode not in MODES[2:]:
             raise ValueError(f"mode {mode} checks no rule, so audit needs mode {' or '.join(MODES[2:])}")

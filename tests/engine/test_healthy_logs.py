@@ -27,7 +27,7 @@ WORKLOADS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("level", ["DEBUG", "INFO"])
 @pytest.mark.parametrize("workload", WORKLOADS)
 @pytest.mark.parametrize("mode", ["fix", "check"])
-# LMCache before 0.5.5 logs that it guesses the layout of vLLM's KV. kvfix-diagnose finds KVD777 in such a log.
+# LMCache before 0.5.5 logs that it guesses the layout of vLLM's KV. kvfix-diagnose finds KVD777 in this log.
 @pytest.mark.parametrize(("connector", "lmcache"), [("mp", "0.5.6"), ("v1", "0.5.6"), ("v1", "0.5.5")])
 def test_a_healthy_engine(level: str, workload: str, mode: str, connector: str, lmcache: str, tmp_path: Path) -> None:
     mp = connector == "mp"

@@ -126,7 +126,7 @@ def test_a_process_without_vllm_is_not_stopped(command: tuple[str, ...], tmp_pat
         done = look(process.pid)
     assert done.returncode == 2
     assert f"process {process.pid} (" in done.stderr
-    assert "has loaded vLLM or LMCache" in done.stderr
+    assert "nor any of its child processes has loaded vLLM or LMCache" in done.stderr
     assert not list(Path("/tmp").glob(f"kvfix-look-{process.pid}-*"))
 
 

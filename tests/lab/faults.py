@@ -247,7 +247,7 @@ def faults(draws: int, seed: int = 0, seeds: int = 0, only: Sequence[str] = (), 
     chance, done, worse = random.Random(seed), Counter[str](), []
     for fix in (each for each in catalogue.fixes() if not only or each.code in only):
         of_all = (counted(fix, case) for case in cases(fix, seeds))
-        plays = list(itertools.islice((each for each in of_all if each.lines), (draws + 1) // 2))
+        plays = list(itertools.islice((each for each in of_all if each.lines), (draws + 1) // 2))  # two draws a play
         for number in range(draws if plays else 0):
             play = plays[number % len(plays)]
             line = chance.choice(sorted(play.lines))

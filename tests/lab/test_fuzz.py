@@ -54,8 +54,7 @@ NEVER = {
         *without("states", "states_and_drafts", "separate_objects"),
     },
 }  # fmt: skip
-#: Connectors whose counters must match NEVER. Only OffloadingConnector is counted with fixes, because
-#: without fixes, a failed copy ends the worker.
+#: Connectors whose counters must match NEVER. OffloadingConnector runs with fixes, or a failed copy ends it.
 CONNECTORS = ["v1", "mp", "offloading"]
 #: Counters that may stay 0. With OffloadingConnector, a session rarely makes other requests wait for ever.
 RARE = {"locked_out_by_session", "aborted_loading"}
@@ -271,7 +270,7 @@ def test_refusals(fresh: Fresh, tmp_path: Path) -> None:
     for name, (changed, _) in files.items():
         (tmp_path / f"{name}.json").write_text(json.dumps({**good, **changed}))
     (tmp_path / "odd.json").write_text("{}")
-    played = {**{name: text for name, (_, text) in files.items()}, "none": "No such file", "odd": "a saved schedule"}
+    played = {**{name: case[1] for name, case in files.items()}, "none": "No such file", "odd": "not a saved schedule"}
     early, real = ["--lmcache-path", str(RELEASES / "0.3.10")], ["--transfers", "real"]
     cases = (
         (["fuzz", "--connector", "nixl"], "known: v1, mp, mp-in-tree, offloading"),
@@ -282,7 +281,7 @@ def test_refusals(fresh: Fresh, tmp_path: Path) -> None:
         (["run"], "name a scenario, or --all"),
         (["run", "full-hit-asked-twice", "--lmcache-path", "/nowhere"], "holds no lmcache package"),
         *((["play", str(tmp_path / f"{name}.json")], text) for name, text in played.items()),
-        (["fuzz", "--connector", "mp", *early], "the lab plays mp with lmcache >=0.4.5: earlier releases of LMCache"),
+        (["fuzz", "--connector", "mp", *early], "lab plays mp with lmcache >=0.4.5: earlier releases of LMCache lack"),
     )
     answers = fresh(ASK.format(cases=[arguments for arguments, _ in cases]))
     for (arguments, text), (code, out, err) in zip(cases, answers, strict=True):

@@ -83,7 +83,7 @@ def test_what_has_changed_is_listed(fresh: Fresh, index: Path) -> None:
     assert {(row["dist"], row["version"]) for row in rows} == {("lmcache", "0.5.7"), ("vllm", "0.34.0")}
     found = {row["code"]: (row["change"], row["verdict"], row["reason"]) for row in rows}
     assert found["KVF003"][:2] == ("changed", "unknown")
-    assert "LMCacheConnectorV1Impl.get_num_new_matched_tokens" in found["KVF003"][2]
+    assert "know this version of LMCacheConnectorV1Impl.get_num_new_matched_tokens" in found["KVF003"][2]
     assert found["KVF016"][:2] == ("unknown", "refused")
     assert "does not have" in found["KVF016"][2]
     assert found["KVF201"][0] == "unknown"

@@ -29,7 +29,7 @@ def test_slugs_and_any_case_are_valid(only: list[str] | str) -> None:
     ],
 )  # fmt: skip
 def test_invalid_text_is_a_value_error(text: str) -> None:
-    with pytest.raises(ValueError, match=r"known|needs mode|not understood"):
+    with pytest.raises(ValueError, match=r"known|so (layers|audit) needs mode|not understood"):
         Config.parse(text)
 
 

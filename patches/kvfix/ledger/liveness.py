@@ -61,11 +61,14 @@ def can_move(state: State) -> Answer:
     waiting = [each for each in state.waiting if each.waits_for != OUTSIDE]
     if not waiting:
         return Answer("valid", "no request waits for the engine")
-    counts = (state.running, state.in_flight, state.lookups)
-    for count, what in zip(counts, ("running requests", "transfers and steps in flight", "open lookups"), strict=True):
+    for count, what in (
+        (state.running, "running requests"),
+        (state.in_flight, "transfers and steps in flight"),
+        (state.lookups, "open lookups"),
+    ):
         if count:
             return Answer("valid", f"the number of {what} is {count}")
-    if None in counts:
+    if None in (state.running, state.in_flight, state.lookups):
         return Answer("unknown", "the numbers of running requests, transfers and lookups are not known")
     first = next((each for each in waiting if each.waits_for == PLACE), None)
     if first is None:
@@ -87,7 +90,8 @@ def can_move(state: State) -> Answer:
         both = f"{loaded} loaded and {others} other requests wait"
         waits = both if others else _count(loaded, "is loaded and waits", "are loaded and wait")
     head = f"{waits} behind {first.name}, which needs" if behind else f"{first.name} needs"
-    holding = f", waiting requests hold {held}" if (held := sum(each.holds for each in waiting)) else ""
+    held = sum(each.holds for each in waiting)
+    holding = f", waiting requests hold {held}" if held else ""
     blocks = "1 block" if first.needs == 1 else f"{first.needs} blocks"
     text = f"{head} {blocks}; {state.free} are free{holding}: no request can move"
     return Answer("violated", text, first.name)
