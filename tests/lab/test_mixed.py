@@ -13,11 +13,11 @@ from kvfix_tools.lab.steps import prompt
 from tests import late
 from tests.conftest import RELEASES, Once, answers
 
-SEEDS = {"nixl-pull": 10, "nixl-push": 10, "mooncake": 20}
+SEEDS = {"nixl-pull": 10, "nixl-push": 10, "mooncake": 12}
 #: (connector, the engine with the fixes, number of random schedules). Each schedule has its own seed.
 PLAYED = [
     *((name, side, seeds) for name, seeds in SEEDS.items() for side in ("prefill", "decode")),
-    *((name, "one", 24) for name in ("v1", "mp")),
+    *((name, "one", 16) for name in ("v1", "mp")),
 ]
 
 
