@@ -90,7 +90,7 @@ def _resumed() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         notes = Path(folder, "notes.json")
         stopped, whole = ran("v1", range(40), most=1, notes=notes), ran("v1", range(40), notes=notes)
-        with pytest.raises(ValueError, match="with another options: remove it or name"):
+        with pytest.raises(ValueError, match="with different options: remove it or name"):
             ran("mp", range(40), notes=notes)
     return {"seeds": [stopped.seeds, whole.seeds], "counts": _counts(whole)}
 

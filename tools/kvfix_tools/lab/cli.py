@@ -101,7 +101,7 @@ def fuzz_connector(
             raise ValueError(f"--server real works only with --connector mp. Use --server lab for {connector}")
         sides = ["both", *(("prefill", "decode") if connector in PAIRS else ("one",) if connector in SHARED else ())]
         if fixes_in not in sides or (fixes_in != "both" and mode != "fix"):
-            known = f"Possible values in mode fix: {', '.join(sides)}; in mode check: both"
+            known = f"Possible values: with --mode fix, {', '.join(sides)}; with --mode check, only both"
             raise ValueError(f"--fixes-in {fixes_in} is not possible for {connector} in mode {mode}. {known}")
         runner.prepare(lmcache_path)
         if why := releases.cannot_play(connector):
@@ -266,7 +266,7 @@ def _print_continued(done: "Continued") -> None:
     for name in done.frees:
         console.print(f"all other requests end if {name} is aborted", highlight=False)
     if done.as_released.stuck and not done.frees:
-        console.print("no abort of one request lets all other requests end", highlight=False)
+        console.print("whichever request is aborted, not all other requests end", highlight=False)
     for text in done.differs:
         console.print(f"different from the state: {text}", style="yellow", highlight=False)
 

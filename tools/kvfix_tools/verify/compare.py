@@ -20,7 +20,7 @@ FALSE_ALARMS = 1e-4
 MARGIN = 2.0
 TOO_NOISY = 2.0  # in nats. If the limit (MARGIN times the noise) is above this value, the run proves nothing
 FAR = 20.0  # a difference above this multiple of the largest control is no noise, whatever the second test shows
-SPARE = 2  # number of fresh prompts (`Judge.needed`) that need not differ
+SPARE = 2  # number of prompts of the second test (`Judge.needed`) that need not differ
 SMALLEST = -9999.0  # vLLM's smallest log probability. kvfix also uses this value for NaN
 
 
@@ -106,5 +106,5 @@ def is_decided(differs: int, asked: int, needed: int) -> bool:
 
 
 def _second(needed: int, controls: int) -> float:
-    """Return the chance that noise alone lifts one answer and `needed` of the fresh prompts above all controls."""
+    """Return the chance that noise lifts one answer and `needed` prompts of the second test above all controls."""
     return math.comb(needed + SPARE, needed) / math.comb(controls + needed + 1, controls)

@@ -49,8 +49,8 @@ def tokens_mismatch(log: Diagnosis, line: LogLine) -> Answers:
         cut = "; LMCache cut the load to whole chunks, but promised the tokens of the uncut load"
         yield "capped-load-unaligned", Answer(sentence + cut)
     elif f["computed"] and capped is None:
-        sentence += ". The log does not show LMCache's release: 0.3.10 has this bug. From 0.4.7 on, "
-        sentence += "with max_tokens_per_load set, the bug is KVD102"
+        sentence += ". The log does not show the release of LMCache. 0.3.10 has this bug. With 0.4.7 or "
+        sentence += "later and max_tokens_per_load set, the cause is another bug: KVD102"
         yield "cached-hit-promised-whole", Answer(sentence, sure=False)
     elif f["computed"]:
         yield "cached-hit-promised-whole", Answer(sentence)

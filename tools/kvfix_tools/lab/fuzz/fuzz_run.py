@@ -238,5 +238,5 @@ def _noted(now: Notes, notes: Path) -> Tally:
     names = [name for name in Notes.__struct_fields__ if name != "tally"]
     changed = [name for name in names if getattr(kept, name) != getattr(now, name)]
     if changed:
-        raise ValueError(f"{notes} is from a run with another {' and '.join(changed)}: remove it or name another file")
+        raise ValueError(f"{notes} notes a run with different {' and '.join(changed)}: remove it or name another file")
     return kept.tally
