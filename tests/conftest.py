@@ -75,7 +75,7 @@ class Fresh:
 
 
 #: Folders with the longest tests. These tests run first, so that no worker of xdist starts a long test at the end.
-LONG = ("engine", "verify", "upstream", "roundtrip", "lab", "release", "connector_events")
+LONG = ("engine", "verify", "upstream", "roundtrip", "lab", "release", "engine_state", "doctor", "runtime", "docs")
 
 
 @pytest.hookimpl(trylast=True)
