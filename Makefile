@@ -47,9 +47,10 @@ healthy: install ## 200,000 fuzzed steps of each connector in mode `check`, with
 	@for connector in v1 mp; do $(LAB) --connector $$connector $(HEALTHY)$$connector.json || exit 1; done
 	@$(LAB) --connector mp-in-tree $(HEALTHY)mp-in-tree.json --lmcache-path .cache/lmcache/0.4.6
 
+# Two processes for the patches' tests: one that runs upstream's tests needs up to 8 GB.
 peers: install ## vLLM's and LMCache's own tests, without kvfix, with its fixes, in mode `strict`, and with the patches
 	@$(PY) -m maintain peers
-	@$(PY) -m pytest -n $(WORKERS) --dist load -rf -q -m peers tests/upstream
+	@$(PY) -m pytest -n 2 --dist load -rf -q -m peers tests/upstream
 
 matrix: install ## every scenario under every vLLM and LMCache release; writes docs/matrix.json
 	@requirements/matrix && $(PY) -m maintain scenario_matrix
