@@ -54,7 +54,7 @@ NEVER = {
         *without("states", "states_and_drafts", "separate_objects"),
     },
 }  # fmt: skip
-#: Connectors whose counters must match NEVER. OffloadingConnector runs with fixes, or a failed copy ends it.
+#: Connectors whose counters must match NEVER. Only offloading needs fixes: without them a failed copy ends the worker.
 CONNECTORS = ["v1", "mp", "offloading"]
 #: Counters that may stay 0. With OffloadingConnector, a session rarely makes other requests wait for ever.
 RARE = {"locked_out_by_session", "aborted_loading"}
